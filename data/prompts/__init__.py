@@ -1,0 +1,1 @@
+"""Prompt files that ship with the package (our own writing)."""

@@ -1,0 +1,1 @@
+"""Draft-then-verify decoding: sampling transforms, verification rules, trees, caches, the loop, drafters without training."""

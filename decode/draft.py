@@ -1,0 +1,98 @@
+"""What a drafter hands to the verifier, what it hears back, and the protocol it satisfies.
+
+A draft is a tree: tokens and the node each hangs on. A chain is the tree of width one. Nothing is registered and nothing
+is inherited: any object with these methods is a drafter.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .sampling import Sampling
+
+
+class Draft(NamedTuple):
+    """Draft tokens of one step, rows of a batch side by side.
+
+    Nodes are in topological order: a node's parent has a smaller index. A row may hold fewer nodes than the widest one;
+    its first ``lengths[row]`` nodes count.
+    """
+
+    tokens: Int[Tensor, "batch nodes"]
+    parents: Int[Tensor, "batch nodes"]  # index of the parent node, -1 for a child of the newest emitted token
+    # The distribution each node's token was drawn from, after the sampling transforms (siblings drawn without replacement
+    # share the one before any removal). None: chosen without chance, hence one-hot.
+    draft_probs: Float[Tensor, "batch nodes vocab"] | None = None
+    lengths: Int[Tensor, "batch"] | None = None  # None: every row holds all nodes
+    with_replacement: bool = True  # how siblings were drawn
+
+
+def chain(tokens: Tensor, draft_probs: Tensor | None = None, lengths: Tensor | None = None) -> Draft:
+    """A draft without branches: node i hangs on node i - 1."""
+    batch, nodes = tokens.shape
+    parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
+    return Draft(tokens, parents, draft_probs, lengths)
+
+
+class Verdict(NamedTuple):
+    """What a verification rule decides, for every row."""
+
+    num_accepted: Int[Tensor, "batch"]  # accepted draft tokens
+    path: Int[Tensor, "batch depth"]  # their node indices from the root; -1 past num_accepted
+    next_tokens: Int[Tensor, "batch"]  # the recovered or bonus token
+
+
+class Accepted(NamedTuple):
+    """What was emitted in a step: accepted draft tokens, then the recovered or bonus token.
+
+    ``lengths`` is 0 for rows that emitted nothing: finished ones, and all of them in the call that follows the prefill.
+    """
+
+    tokens: Int[Tensor, "batch emitted"]  # right-padded with -1
+    lengths: Int[Tensor, "batch"]
+    path: Int[Tensor, "batch depth"]  # nodes of the draft that were accepted; -1 elsewhere
+
+
+class TargetOutputs(NamedTuple):
+    """What the target's last pass computed, for drafters that asked (``wants``).
+
+    The pass was fed, per row, the newest emitted token and the draft's nodes; in the call after the prefill, the prompt
+    without its last token. ``hidden_states[i]`` is indexed as transformers does: 0 the embeddings, i the output of layer i,
+    the last one after the final norm. Negative indices in ``wants`` count from the end.
+    """
+
+    tokens: Int[Tensor, "batch fed"]
+    valid: Bool[Tensor, "batch fed"]  # False: padding
+    hidden_states: dict[int, Float[Tensor, "batch fed hidden"]]
+    logits: Float[Tensor, "batch fed vocab"] | None  # None after the prefill
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Anything that proposes. It works on a batch at a time and owns its caches.
+
+    Optional attributes: ``wants``, a dict such as ``{"hidden_states": [-1]}`` or ``{"logits": True}``: what of the target's
+    pass ``observe`` needs; ``vocabulary``: the ids it can propose (None: all); ``num_parameters_read``: parameters read in
+    one pass (for mbsu); ``teacher_forced_logits(input_ids, attention_mask, hidden_states)``: logits of its first draft token
+    after every position, float [batch, length, vocab], -inf outside its vocabulary (for alpha).
+    """
+
+    def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:
+        """Forget everything and take new prompts, right-padded."""
+        ...
+
+    def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
+        """Draft up to `num_tokens` tokens (the depth, for a tree) after what was emitted so far."""
+        ...
+
+    def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
+        """Learn what was emitted and roll back to it. `target_outputs` is None unless the drafter `wants` some."""
+        ...
+
+
+def wants(drafter: Any) -> dict[str, Any]:
+    """What `drafter` asked for of the target's passes."""
+    return getattr(drafter, "wants", None) or {}

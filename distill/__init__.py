@@ -1,0 +1,1 @@
+"""Distillation: divergences, teacher outputs, rollouts, the objective."""

@@ -1,0 +1,1 @@
+"""Measuring drafters: acceptance, latency, the losslessness audit, reports."""

@@ -1,0 +1,1 @@
+"""Checkpoints for serving engines, one module per destination format."""

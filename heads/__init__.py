@@ -1,0 +1,1 @@
+"""Drafters that live on the frozen target, and the one place that builds and loads a drafter of any kind."""

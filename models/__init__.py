@@ -1,0 +1,1 @@
+"""Loading targets and draft models, comparing vocabularies, cutting a draft model out of a target."""

@@ -1,0 +1,179 @@
+"""The recipe schema: what a training run is, as validated data. Imports no torch.
+
+Loading, overrides and the one-line errors are in :func:`load_recipe`; every section is a pydantic model with
+``extra="forbid"``, so an unknown key is an error that names the nearest valid one.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A recipe section: unknown keys are errors, values are checked, instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSection(Section):
+    """The model whose output distribution is preserved."""
+
+    model: str
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    trust_remote_code: bool = False
+
+
+class DrafterInit(Section):
+    """Where an independent draft model's weights come from. Exactly one of the three is given."""
+
+    layers: list[int] | None = None  # these layers of the target, in this order
+    num_layers: int | None = Field(default=None, ge=1)  # this many, chosen by measured block influence (2403.03853)
+    config: dict[str, Any] | None = None  # the target's config with these keys changed, weights from scratch
+    embeddings: Literal["copy", "project", "random"] = "copy"  # for `config`: what becomes of the target's embeddings
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DrafterInit":
+        if sum(value is not None for value in (self.layers, self.num_layers, self.config)) != 1:
+            raise ValueError("give exactly one of layers, num_layers, config")
+        return self
+
+
+class LoraSection(Section):
+    """Low-rank adapters (peft): saved as an adapter, merged at export."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelDrafter(Section):
+    """A draft model: a standalone causal LM that shares the target's tokenizer."""
+
+    kind: Literal["model"] = "model"
+    model: str | None = None  # hub id, folder or .gguf
+    init: DrafterInit | None = None
+    vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
+    train_embeddings: bool | None = None  # None: yes, unless the vocabulary is cut
+    lora: LoraSection | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelDrafter":
+        if (self.model is None) == (self.init is None):
+            raise ValueError("give exactly one of model (a hub id or folder) and init (cut from the target)")
+        return self
+
+
+DrafterSection = ModelDrafter
+
+
+class SamplingSection(Section):
+    """Sampling transforms, applied in this order. Temperature 0 is greedy."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+
+
+class DataSection(Section):
+    """What the drafter learns on: prompts or chats, and whose answers to them."""
+
+    # "self": the target writes them; "shipped": our training prompts; else files (.jsonl, .parquet, .txt) or dataset ids
+    prompts: str | list[str]
+    responses: Literal["given", "target"] = "given"
+    split: str = "train"  # for dataset ids
+    limit: int | None = Field(default=None, ge=1)  # at most this many examples
+    num_self_prompts: int | None = Field(default=None, ge=1)  # for "self" under a budget in steps
+    max_length: int = Field(default=1024, ge=2)  # tokens an example, prompt and answer together
+    max_prompt_length: int | None = Field(default=None, ge=1)  # longer prompts are dropped; None: half of max_length
+    max_new_tokens: int = Field(default=128, ge=1)  # for target answers
+    sampling: SamplingSection = SamplingSection()  # for target answers and self-written prompts
+    generation_batch: int = Field(default=32, ge=1)
+    packing: bool = True
+    cache: Literal["none", "hidden", "topk"] = "none"  # teacher outputs kept on disk
+    cache_top_k: int = Field(default=64, ge=1)
+
+
+class RolloutSection(Section):
+    """Data made while training: the drafter's own answers, or the served decoder's."""
+
+    source: Literal["drafter", "online"]
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+    staleness: int = Field(default=0, ge=0)  # steps a rollout may be reused for; 0: fresh every step
+    buffer: int = Field(default=1024, ge=1)  # sequences kept for replay
+    sampling: SamplingSection = SamplingSection()
+
+
+class ObjectiveSection(Section):
+    """The loss: a divergence by name, or a weighted sum of several."""
+
+    loss: str | dict[str, float | dict[str, float]] = "forward_kl"
+    temperature: float = Field(default=1.0, gt=0)
+    rollouts: RolloutSection | None = None
+    chunk_tokens: int = Field(default=512, ge=1)  # supervised positions a chunk of the loss
+
+
+class OptimizerSection(Section):
+    """AdamW with a warm-up and a decay."""
+
+    learning_rate: float = Field(default=1.0e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(default=1.0e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = Field(default=0.03, ge=0)  # below 1: a share of the steps; else a number of steps
+    final_fraction: float = Field(default=0.0, ge=0, le=1)  # learning rate at the end, as a share of the peak
+    clip: float | None = Field(default=1.0, gt=0)
+
+
+class EngineSection(Section):
+    """How the run is executed."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    tokens_per_step: int = Field(default=8192, ge=1)  # tokens an optimizer step, all ranks together
+    tokens_per_forward: int | None = Field(default=None, ge=1)  # per rank; None: tokens_per_step / ranks
+    steps: int | None = Field(default=None, ge=1)
+    epochs: float | None = Field(default=None, gt=0)
+    minutes: float | None = Field(default=None, gt=0)  # for the whole run, data and evaluation included
+    data_share: float = Field(default=0.45, gt=0, lt=1)  # of minutes: writing prompts and answers
+    evaluate_share: float = Field(default=0.25, gt=0, lt=1)  # of minutes: kept for the final evaluation
+    max_epochs: float | None = Field(default=None, gt=0)  # a cap under a budget in minutes
+    checkpoint_every: int = Field(default=200, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    gradient_checkpointing: bool = False
+    threads: int | None = Field(default=None, ge=1)
+    deepspeed: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "EngineSection":
+        if sum(value is not None for value in (self.steps, self.epochs, self.minutes)) != 1:
+            raise ValueError("give exactly one of steps, epochs, minutes")
+        return self
+
+
+class EvaluateSection(Section):
+    """Evaluation while training and at its end, on prompts that training never sees."""
+
+    prompts: str = "shipped"
+    limit: int | None = Field(default=None, ge=1)
+    every: int = Field(default=200, ge=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+    num_speculative_tokens: int = Field(default=4, ge=1)
+    sampling: SamplingSection = SamplingSection()
+
+
+class Recipe(Section):
+    """One training run."""
+
+    target: TargetSection
+    drafter: DrafterSection
+    data: DataSection
+    objective: ObjectiveSection = ObjectiveSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    engine: EngineSection
+    evaluate: EvaluateSection = EvaluateSection()
+    output: str
+    seed: int = 0

@@ -1,0 +1,1 @@
+"""The training loop, its engine, checkpoints and progress."""
