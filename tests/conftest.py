@@ -1,0 +1,189 @@
+"""Shared fixtures: tiny random models of several families, a tiny tokenizer, and the data beside the checkout."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the suite never needs the network, and must not wait for it
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from jaxtyping import install_import_hook
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ModelFactory = Callable[..., Any]
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SENTENCES = [
+    "The ferry leaves the island at seven, and the market opens an hour later.",
+    "A baker weighs the flour, adds water and salt, and waits for the dough to rise.",
+    "How many apples are left when a basket of twelve loses five of them?",
+    "def area(width, height):\n    return width * height\n",
+    "Please write a short letter to the town library about longer opening hours.",
+    "Rain fell all night; in the morning the river had covered the lower path.",
+    "What is the capital of the country whose coast faces both seas?",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread: on a busy machine two can be slower than one. And signatures are checked, here and nowhere else."""
+    torch.set_num_threads(1)
+    install_import_hook("draftsmith", "beartype.beartype")  # before any test module imports the package
+
+
+def randomize(model: PreTrainedModel, seed: int, std: float = 0.3) -> PreTrainedModel:
+    """Weights wide enough that next-token distributions are far from flat, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(std * noise)
+            else:  # norms and biases keep their centre
+                parameter.add_(0.1 * noise)
+    return model.float().eval()
+
+
+def _llama_like(model_class: Any, config_class: Any, **family: Any) -> ModelFactory:
+    def make(vocab_size: int = 64, layers: int = 2, hidden: int = 32, seed: int = 0, **config: Any) -> Any:
+        settings = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": hidden // 4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        return randomize(model_class(config_class(**{**settings, **family, **config})), seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> ModelFactory:
+    """`make(vocab_size=64, layers=2, hidden=32, seed=0, **config)`: a random float32 Llama in eval mode, tied."""
+    return _llama_like(LlamaForCausalLM, LlamaConfig)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2() -> ModelFactory:
+    """As `tiny_llama`, with Qwen2's biases."""
+    return _llama_like(Qwen2ForCausalLM, Qwen2Config)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> ModelFactory:
+    """As `tiny_llama`, with Qwen3's query and key norms."""
+    return _llama_like(Qwen3ForCausalLM, Qwen3Config)
+
+
+@pytest.fixture(scope="session")
+def tiny_mistral() -> ModelFactory:
+    """As `tiny_llama`, Mistral: every layer has a sliding window of 8."""
+    return _llama_like(MistralForCausalLM, MistralConfig, sliding_window=8)
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3() -> ModelFactory:
+    """As `tiny_llama`, Gemma 3: sliding (window 8) and full attention layers take turns, the last is full."""
+    make = _llama_like(Gemma3ForCausalLM, Gemma3TextConfig, sliding_window=8, query_pre_attn_scalar=8)
+
+    def with_layer_types(vocab_size: int = 64, layers: int = 2, hidden: int = 32, seed: int = 0, **config: Any) -> Any:
+        kinds = ["full_attention" if (layers - i) % 2 else "sliding_attention" for i in range(layers)]
+        return make(vocab_size, layers, hidden, seed, **{"layer_types": kinds, **config})
+
+    return with_layer_types
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2() -> ModelFactory:
+    """As `tiny_llama`, GPT-2: learned positions, layer norms, biases."""
+
+    def make(vocab_size: int = 64, layers: int = 2, hidden: int = 32, seed: int = 0, **config: Any) -> Any:
+        settings = {
+            "vocab_size": vocab_size,
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": 4,
+            "n_positions": 512,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        return randomize(GPT2LMHeadModel(GPT2Config(**{**settings, **config})), seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_factory() -> Callable[..., PreTrainedTokenizerFast]:
+    """`make(vocab_size=320, texts=SENTENCES, chat_template=CHATML)`: a byte-level BPE tokenizer trained on the spot.
+
+    Ids 0, 1, 2 are ``<|endoftext|>`` (pad), ``<|im_start|>`` (bos) and ``<|im_end|>`` (eos).
+    """
+
+    def make(
+        vocab_size: int = 320, texts: list[str] | None = None, chat_template: str | None = CHATML
+    ) -> PreTrainedTokenizerFast:
+        backend = Tokenizer(BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[
+                AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+            ],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts or SENTENCES, trainer)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        )
+        tokenizer.chat_template = chat_template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tokenizer_factory: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with 320 ids and a ChatML template. Shared: do not change it."""
+    return tokenizer_factory()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real prompts, corpora and small models beside the checkout; skips where it is missing."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}: real prompts and models are not kept in the repository")
+    return folder
