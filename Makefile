@@ -1,0 +1,68 @@
+# Everything runs in $(VENV), made on demand. `make` alone lists the targets.
+#   PYTHON   the interpreter that the environment is made from (3.11 or newer)
+#   MINUTES  budget of `make demo`: prompts and answers, training and both measurements together
+
+PYTHON ?= python3
+VENV ?= .venv
+MINUTES ?= 20
+DEMO ?= runs/demo-$(MINUTES)min
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TARGET := smollm2-135m-instruct
+# The evaluation keeps to its share of the budget by its number of prompts; the file's order is balanced over categories.
+LIMIT ?= $(shell awk 'BEGIN { n = int(2 * $(MINUTES)); print (n < 12 ? 12 : n) }')
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint check bench results gpu-check clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make install              the environment in $(VENV)'
+	@echo 'make demo [MINUTES=20]    train a drafter for a real chat model and measure it; an interrupted run goes on'
+	@echo 'make test                 the test suite'
+	@echo 'make check                test, ruff, pyright'
+	@echo 'make bench                decoding, losses and data generation against their marks'
+	@echo 'make results              the tables of docs/results.md'
+	@echo 'make gpu-check            training, resuming and decoding in bf16 on CUDA'
+	@echo 'make clean                remove the environment and build products; runs/ and downloads stay'
+
+install: $(STAMP)
+
+# torch comes first and alone: whichever build pip is set up to find (CPU or CUDA) then satisfies the rest.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "draftsmith needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+demo: install
+	$(BIN)/draftsmith train distill_smollm2 engine.minutes=$(MINUTES) output=$(DEMO) --resume
+	$(BIN)/draftsmith eval $(TARGET) $(DEMO)/final --prompts shipped --limit $(LIMIT) --out $(DEMO)/report
+	@echo
+	@echo 'The report: $(DEMO)/report/report.html (the numbers: $(DEMO)/report/report.json)'
+
+# One thread: the models are tiny, and two threads on a busy machine are slower than one.
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: test lint
+
+bench: install
+	@set -e; for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+results: install
+	$(BIN)/python bench/results.py
+
+gpu-check: install
+	$(BIN)/python bench/gpu_check.py
+
+clean:
+	rm -rf $(VENV) build draftsmith.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
