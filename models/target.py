@@ -1,0 +1,100 @@
+"""The target: the model whose output distribution is preserved, frozen."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import BadInput
+from .head import check_split
+from .loading import load_causal_lm, load_tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A frozen causal LM with what decoding needs to know about it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    eos_token_ids: tuple[int, ...]  # generation ends with any of these; empty: never
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head. May exceed the tokenizer's ids (padding)."""
+        rows = getattr(self.model.get_output_embeddings(), "out_features", None)
+        return rows or self.model.config.get_text_config().vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.get_text_config().num_hidden_layers
+
+    @property
+    def context_limit(self) -> int | None:
+        """Positions the model was made for, or None where its positions have no end."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_target(
+    name: str,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a target by hub id, folder, ``.gguf`` file or the demo target's name (``smollm2-135m-instruct``).
+
+    Its logits are checked once against its backbone and head taken apart, on a short input.
+
+    Raises:
+        BadInput: not found, hub not reachable, not a decoder-only causal LM, incomplete weights.
+    """
+    name = str(name)
+    model = load_causal_lm(name, dtype, device, trust_remote_code)
+    if getattr(model, "_is_stateful", False):
+        raise BadInput(f"{name}: keeps a recurrent state ({model.config.model_type}), which cannot be rolled back")
+    check_split(model)
+    return _freeze(model, load_tokenizer(name, trust_remote_code), name)
+
+
+def as_target(model_or_target: Any) -> Target:
+    """A target as it is, or a plain transformers causal LM made one: put in eval mode and frozen, without a tokenizer.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    if isinstance(model_or_target, Target):
+        return model_or_target
+    if not isinstance(model_or_target, PreTrainedModel):
+        raise BadInput(f"expected a target or a transformers causal LM, got {type(model_or_target).__name__}")
+    if model_or_target.config.is_encoder_decoder or model_or_target.get_output_embeddings() is None:
+        raise BadInput(f"{type(model_or_target).__name__}: only decoder-only causal LMs can be targets")
+    name = model_or_target.name_or_path or type(model_or_target).__name__
+    return _freeze(model_or_target, None, name)
+
+
+def _freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Target:
+    model.eval().requires_grad_(False)  # a trainable target could be changed through tensors that a drafter shares
+    return Target(model, tokenizer, name, eos_token_ids(model, tokenizer))
+
+
+def eos_token_ids(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """The ids that end a generation: the generation config's, else the model config's, else the tokenizer's."""
+    sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(int(i) for i in ids)
+    return ()
