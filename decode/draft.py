@@ -28,13 +28,14 @@ class Draft(NamedTuple):
     draft_probs: Float[Tensor, "batch nodes vocab"] | None = None
     lengths: Int[Tensor, "batch"] | None = None  # None: every row holds all nodes
     with_replacement: bool = True  # how siblings were drawn
+    is_chain: bool = False  # node i hangs on node i - 1 in every row (set by `chain`): cheaper masks and rollback
 
 
 def chain(tokens: Tensor, draft_probs: Tensor | None = None, lengths: Tensor | None = None) -> Draft:
     """A draft without branches: node i hangs on node i - 1."""
     batch, nodes = tokens.shape
     parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
-    return Draft(tokens, parents, draft_probs, lengths)
+    return Draft(tokens, parents, draft_probs, lengths, is_chain=True)
 
 
 class Verdict(NamedTuple):
@@ -54,6 +55,12 @@ class Accepted(NamedTuple):
     tokens: Int[Tensor, "batch emitted"]  # right-padded with -1
     lengths: Int[Tensor, "batch"]
     path: Int[Tensor, "batch depth"]  # nodes of the draft that were accepted; -1 elsewhere
+    host_tokens: list[list[int]]  # the same on the host, unpadded: reading a tensor would wait for the device
+
+    @property
+    def host_lengths(self) -> list[int]:
+        """`lengths` on the host."""
+        return [len(tokens) for tokens in self.host_tokens]
 
 
 class TargetOutputs(NamedTuple):
@@ -76,8 +83,10 @@ class Drafter(Protocol):
 
     Optional attributes: ``wants``, a dict such as ``{"hidden_states": [-1]}`` or ``{"logits": True}``: what of the target's
     pass ``observe`` needs; ``vocabulary``: the ids it can propose (None: all); ``num_parameters_read``: parameters read in
-    one pass (for mbsu); ``teacher_forced_logits(input_ids, attention_mask, hidden_states)``: logits of its first draft token
-    after every position, float [batch, length, vocab], -inf outside its vocabulary (for alpha).
+    one pass (for mbsu); ``num_passes(num_tokens)``: its passes to draft that many (parallel heads: 1); and for alpha
+    ``teacher_forced_hidden(input_ids, attention_mask, hidden_states) -> [batch, length, size]``, what its first draft token
+    is predicted from after every position of right-padded rows, with
+    ``first_token_logits(hidden [n, size]) -> [n, vocab]``, -inf outside its vocabulary.
     """
 
     def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:

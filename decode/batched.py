@@ -1,0 +1,135 @@
+"""Plain sampling of many prompts: the slots of a batch are refilled as rows finish.
+
+For the data stages, where throughput is all that counts. Prompts are taken in the given order (sort them by length to keep
+the padding small); every prompt has a random stream of its own, so its answer does not depend on which slot it got.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..models.target import Target
+from .forward import CachedLM
+from .sampling import Sampling, draw, probabilities
+from .streams import mix
+
+
+class Generated(NamedTuple):
+    """One finished row."""
+
+    index: int  # of the prompt
+    tokens: list[int]  # new ones, EOS included
+    # Hidden states that the new tokens were predicted from: of the prompt's last token to the last but one new token.
+    hidden: Float[Tensor, "tokens hidden"] | None
+    ended: bool  # at an EOS id rather than at the limit
+
+
+@dataclass
+class _Row:
+    index: int
+    tokens: list[int]
+    uniforms: Tensor  # one per token it may emit
+    hidden: list[Tensor]
+
+
+@torch.no_grad()
+def generate_batched(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos_token_ids: Sequence[int] | None = None,
+    batch_size: int = 32,
+    seed: int = 0,
+    keep_hidden: bool = False,
+    indices: Sequence[int] | None = None,
+) -> Iterator[Generated]:
+    """Answer every prompt; rows are yielded as they finish.
+
+    Args:
+        prompts: token ids, at least one each; their own length plus the answer must fit the target's context.
+        eos_token_ids: None: the target's own.
+        keep_hidden: also return the last hidden states (after the final norm) that the tokens were predicted from.
+        indices: numbers of the prompts, which their random streams and ``Generated.index`` go by; None: 0, 1, 2, …
+    """
+    eos = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+    numbers = list(range(len(prompts))) if indices is None else list(indices)
+    waiting = list(range(len(prompts)))[::-1]
+    slots: list[_Row | None] = [None] * min(batch_size, len(prompts))
+    lm = CachedLM(target.model, len(slots), (-1,) if keep_hidden else ())
+    newest = torch.zeros(len(slots), 1, dtype=torch.long, device=target.device)
+    while waiting or any(slots):
+        free = [i for i, row in enumerate(slots) if row is None]
+        if waiting and (len(free) >= _refill_at(len(slots)) or len(free) == len(slots)):
+            taken = [waiting.pop() for _ in free[: len(waiting)]]
+            chosen = free[: len(taken)]
+            _fill(lm, newest, [prompts[i] for i in taken], chosen)
+            for slot, i in zip(chosen, taken, strict=True):
+                generator = torch.Generator().manual_seed(mix(seed, numbers[i]))
+                uniforms = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64)
+                slots[slot] = _Row(numbers[i], [], uniforms, [])
+        elif not waiting and len(free) > len(slots) // 2:
+            slots, newest = _shrink(lm, slots, newest)
+        yield from _step(lm, slots, newest, sampling, eos, max_new_tokens, keep_hidden)
+
+
+def _refill_at(slots: int) -> int:
+    """Free slots worth a prefill: prompts side by side prefill cheaper than one by one."""
+    return max(1, slots // 8)
+
+
+def _fill(lm: CachedLM, newest: Tensor, prompts: list[Sequence[int]], slots: list[int]) -> None:
+    width = max(len(prompt) for prompt in prompts) - 1
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        ids[i, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.long)
+    at = torch.tensor(slots)
+    lm.prefill(ids.to(newest.device), [len(prompt) - 1 for prompt in prompts], at.to(newest.device))
+    newest[at, 0] = torch.tensor([prompt[-1] for prompt in prompts], device=newest.device)
+
+
+def _shrink(lm: CachedLM, slots: list[_Row | None], newest: Tensor) -> tuple[list[_Row | None], Tensor]:
+    """Drop the finished rows once nothing waits for their slots."""
+    busy = [i for i, row in enumerate(slots) if row is not None]
+    rows = torch.tensor(busy, device=newest.device)
+    lm.select_rows(rows, [lm.host_lengths[i] for i in busy])
+    return [slots[i] for i in busy], newest.index_select(0, rows)
+
+
+def _step(
+    lm: CachedLM,
+    slots: list[_Row | None],
+    newest: Tensor,
+    sampling: Sampling,
+    eos: frozenset[int],
+    max_new_tokens: int,
+    keep_hidden: bool,
+) -> Iterator[Generated]:
+    """One token for every busy slot; free slots are fed along and forgotten."""
+    out = lm.feed(newest)
+    assert out.logits is not None
+    counts = [int(row is not None) for row in slots]
+    lm.keep(torch.tensor(counts, device=newest.device), counts)
+    if sampling.temperature == 0:
+        chosen = out.logits[:, 0].argmax(-1)
+    else:
+        zero = torch.zeros((), dtype=torch.float64)
+        uniforms = torch.stack([zero if row is None else row.uniforms[len(row.tokens)] for row in slots])
+        chosen = draw(probabilities(out.logits[:, 0], sampling), uniforms.to(newest.device))
+    newest[:, 0] = chosen
+    for slot, (row, token) in enumerate(zip(slots, chosen.tolist(), strict=True)):
+        if row is None:
+            continue
+        row.tokens.append(token)
+        if keep_hidden:
+            row.hidden.append(out.hidden_states[-1][slot, 0].clone())
+        ended = token in eos
+        if ended or len(row.tokens) == max_new_tokens:
+            slots[slot] = None
+            lm.clear_row(slot)
+            yield Generated(row.index, row.tokens, torch.stack(row.hidden) if keep_hidden else None, ended)

@@ -1,0 +1,153 @@
+"""The draft model: a standalone causal LM as a drafter, in chains or trees, with its full vocabulary or a cut one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..models.draft_lm import DraftLM
+from .draft import Accepted, Draft, TargetOutputs, chain
+from .forward import CachedLM
+from .sampling import Sampling, draw, probabilities
+from .tree import TreeLayout, draw_children
+
+
+class DraftModel:
+    """A causal LM (transformers' or a :class:`DraftLM`) that shares the target's tokenizer.
+
+    Its cache holds what was emitted except the newest tokens: one after a rejection, two when the whole draft was accepted
+    (the last draft token was never fed), so the first pass of a step feeds one or two tokens a row.
+    """
+
+    def __init__(self, model: Any, vocab_size: int):
+        """`vocab_size` is the target's number of logits, which ``draft_probs`` must match."""
+        self.lm = model if isinstance(model, DraftLM) else DraftLM.from_model(model)
+        self.vocab_size = vocab_size
+        self.vocabulary: Tensor | None = self.lm.kept_ids
+        self.tree: TreeLayout | None = None
+        self.confidence_threshold: float | None = None
+
+    @property
+    def num_parameters_read(self) -> int:
+        """Parameters that one pass reads: all but the embedding table (one row of it), plus the output head."""
+        return self.lm.num_parameters_read
+
+    def num_passes(self, num_tokens: int) -> int:
+        """One pass a draft token."""
+        return num_tokens
+
+    def set_tree(self, layout: TreeLayout | None) -> None:
+        """Draft this tree from now on; None: chains."""
+        self.tree = layout
+
+    def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:
+        """Take right-padded prompts; all but their last token goes into the cache."""
+        lengths = attention_mask.sum(1)
+        self.cached = CachedLM(self.lm, input_ids.shape[0])
+        self.cached.prefill(self._known(input_ids[:, :-1]), [int(n) - 1 for n in lengths.tolist()])
+        self.newest = input_ids.gather(1, lengths[:, None] - 1)  # [batch, 1 or 2], right-padded
+        self.newest_counts = torch.ones_like(lengths)
+        self.newest_host = [1] * input_ids.shape[0]
+        self.depth_fed = 0
+
+    def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
+        """A chain of `num_tokens`, or the tree that was set, cut to this depth."""
+        logits = self._catch_up()
+        if self.tree is not None:
+            return self._propose_tree(self.tree.truncated(num_tokens), logits, sampling, generators)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        uniforms = None if sampling.temperature == 0 else self._uniforms(num_tokens, generators)
+        for i in range(num_tokens):
+            if sampling.temperature == 0:
+                token = self._to_target_ids(logits.argmax(-1))
+            else:
+                assert uniforms is not None
+                kept = probabilities(logits, sampling)
+                token = self._to_target_ids(draw(kept, uniforms[:, i]))
+                probs.append(self._spread(kept))
+            tokens.append(token)
+            if i + 1 < num_tokens:
+                out = self.cached.feed(self._known(token[:, None]))
+                assert out.logits is not None
+                logits = out.logits[:, 0]
+                self.depth_fed += 1
+        return chain(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+
+    def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
+        """Keep the accepted part of what was fed; remember what must be fed next."""
+        host = [max(n - 1, 0) for n in accepted.host_lengths]  # accepted draft tokens; the last emitted is the target's
+        kept_host = [min(n, self.depth_fed) for n in host]
+        kept = (accepted.lengths - 1).clamp(min=0, max=self.depth_fed)
+        if self.tree is None:
+            self.cached.keep(kept, kept_host)
+        else:
+            self.cached.keep_paths(accepted.path[:, : self.depth_fed], kept, kept_host)
+        missing_host = [n - k for n, k in zip(accepted.host_lengths, kept_host, strict=True)]  # 0: finished rows
+        width = max(1, *missing_host)
+        at = (kept[:, None] + torch.arange(width, device=kept.device)).clamp(max=accepted.tokens.shape[1] - 1)
+        emitted = accepted.tokens.gather(1, at).clamp(min=0)
+        self.newest = emitted
+        self.newest_counts = accepted.lengths - kept
+        self.newest_host = missing_host
+        self.depth_fed = 0
+
+    @torch.no_grad()
+    def teacher_forced_hidden(
+        self, input_ids: Int[Tensor, "batch length"], attention_mask: Tensor, hidden_states: dict[int, Tensor]
+    ) -> Float[Tensor, "batch length hidden"]:
+        """Its own last hidden states, for every position of right-padded rows. The target's are not used."""
+        out = self.lm.backbone(input_ids=self._known(input_ids), attention_mask=attention_mask, use_cache=False)
+        return out.last_hidden_state
+
+    @torch.no_grad()
+    def first_token_logits(self, hidden: Float[Tensor, "n hidden"]) -> Float[Tensor, "n vocab"]:
+        """Logits over the target's vocabulary; -inf outside the drafter's."""
+        logits = self.lm.head(hidden).float()
+        if self.vocabulary is None:
+            return _fit(logits, self.vocab_size)
+        return logits.new_full((len(hidden), self.vocab_size), -torch.inf).index_copy_(-1, self.vocabulary, logits)
+
+    def _catch_up(self) -> Tensor:
+        """Feed what was emitted since the last step; returns the logits for the first draft token, ``[batch, vocab]``."""
+        out = self.cached.feed(self._known(self.newest))
+        assert out.logits is not None
+        self.cached.keep(self.newest_counts, self.newest_host)
+        last = (self.newest_counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.logits.shape[-1])
+        return self._scored(out.logits.gather(1, last)[:, 0])
+
+    def _scored(self, logits: Tensor) -> Tensor:
+        return logits if self.vocabulary is not None else logits[..., : self.vocab_size]
+
+    def _propose_tree(
+        self, layout: TreeLayout, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
+    ) -> Draft:
+        """Grow the tree level by level: the children of all nodes of a depth are drawn from one pass."""
+        return grow_tree(self, layout, logits, sampling, generators)
+
+    def _uniforms(self, count: int, generators: Sequence[torch.Generator]) -> Tensor:
+        rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
+        return torch.stack(rows).to(self.newest.device, non_blocking=True)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Ids that the embedding table has: a smaller table differs from the target's by padding rows only."""
+        return tokens.clamp(max=self.lm.num_embeddings - 1)
+
+    def _to_target_ids(self, choice: Tensor) -> Tensor:
+        return choice if self.vocabulary is None else self.vocabulary[choice]
+
+    def _spread(self, kept: Tensor) -> Tensor:
+        """Probabilities over the vocabulary that the drafter scores -> over the target's."""
+        if self.vocabulary is None:
+            return _fit(kept, self.vocab_size, 0.0)
+        return kept.new_zeros(*kept.shape[:-1], self.vocab_size).index_copy_(-1, self.vocabulary, kept)
+
+
+def _fit(scores: Tensor, vocab_size: int, fill: float = float("-inf")) -> Tensor:
+    """Pad or cut the last dimension to `vocab_size`: tables of one tokenizer differ by padding rows."""
+    missing = vocab_size - scores.shape[-1]
+    if missing <= 0:
+        return scores[..., :vocab_size]
+    return torch.nn.functional.pad(scores, (0, missing), value=fill)

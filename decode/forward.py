@@ -1,0 +1,230 @@
+"""A causal LM with a ragged cache: feed tokens (a chain or a tree), then say which of them stay."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import BadInput
+from .cache import RaggedCache
+
+
+class Outputs(NamedTuple):
+    """What a pass computed for the fed tokens."""
+
+    logits: Float[Tensor, "rows fed vocab"] | None
+    hidden_states: dict[int, Float[Tensor, "rows fed hidden"]]
+
+
+class CachedLM:
+    """Feeds a model step by step. Rows are independent: each has its own length (tokens that are in its cache for good).
+
+    Fed tokens are *pending* until :meth:`keep` or :meth:`keep_paths` says which stay; the rest is forgotten. Several feeds
+    may be pending at once (a drafter grows its tree level by level).
+    """
+
+    def __init__(self, model: PreTrainedModel, batch_size: int, hidden_states: Sequence[int] = ()):
+        config = model.config.get_text_config(decoder=True)
+        if model.config._attn_implementation not in ("sdpa", "eager"):
+            raise BadInput(
+                f"attention implementation {model.config._attn_implementation!r} takes no token-level mask: "
+                "load the model with attn_implementation='sdpa'"
+            )
+        self.model = model
+        self.cache = RaggedCache(config.num_hidden_layers, batch_size)
+        self.lengths = torch.zeros(batch_size, dtype=torch.long, device=model.device)
+        self.host_lengths = [0] * batch_size  # the same on the host, so that no pass waits for the device
+        self.num_pending = 0
+        self.pending_seen: Tensor | None = None  # [batch, pending, pending], who sees whom; None: a chain
+        self.pending_depth: Tensor | None = None  # [batch, pending]
+        self._layers = tuple(config.num_hidden_layers + 1 + i if i < 0 else i for i in hidden_states)
+        self._asked = tuple(hidden_states)
+        self._windows = _windows(config)
+        self._limit = getattr(config, "max_position_embeddings", None)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.no_grad()
+    def prefill(
+        self, input_ids: Int[Tensor, "rows prompt"], lengths: Sequence[int], rows: Int[Tensor, "rows"] | None = None
+    ) -> Outputs:
+        """Put right-padded prompts into the cache for good, from column 0, in the given `rows` (None: all).
+
+        `lengths` are the rows' numbers of real tokens. Rows not named keep their contents. No logits are computed.
+        """
+        batch, width = input_ids.shape
+        hidden: dict[int, Tensor] = {}
+        if width:
+            positions = torch.arange(width, device=input_ids.device).expand(batch, width)
+            self.cache.place(None if rows is None else positions, 0, width, rows)
+            seen = positions[:, :, None] >= positions[:, None, :]
+            hidden = self._run(input_ids, positions, seen, positions, want_logits=False).hidden_states
+        for row, length in zip(range(batch) if rows is None else rows.tolist(), lengths, strict=True):
+            self.host_lengths[row] = length
+        self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
+        return Outputs(None, hidden)
+
+    @torch.no_grad()
+    def feed(
+        self,
+        tokens: Int[Tensor, "batch fed"],
+        parents: Int[Tensor, "batch fed"] | None = None,
+        want_logits: bool = True,
+    ) -> Outputs:
+        """Run the model on `tokens` after each row's cache.
+
+        `parents` index into the pending tokens, this feed's included (-1: the token follows the kept ones). None: a chain
+        that goes on from the newest pending token.
+        """
+        fed, before = tokens.shape[1], self.num_pending
+        total = before + fed
+        if parents is None and self.pending_seen is None:
+            seen_pending, depth = None, torch.arange(before, total, device=tokens.device)[None]
+        else:
+            seen_pending, depth = self._grow_tree(tokens, parents)
+        longest = max(self.host_lengths)
+        start, width = longest + before, longest + total
+        positions = self.lengths[:, None] + depth
+        columns = None
+        if min(self.host_lengths) != longest:
+            columns = self.lengths[:, None] + torch.arange(before, total, device=tokens.device)
+        self.cache.place(columns, start, width)
+        keys = torch.arange(width, device=tokens.device)
+        if seen_pending is None:
+            key_positions = keys.expand(tokens.shape[0], width)
+            seen = key_positions[:, None, :] <= positions[:, :, None]
+        else:
+            seen, key_positions = self._tree_mask(seen_pending, keys, before)
+        self.num_pending = total
+        return self._run(tokens, positions, seen, key_positions, want_logits)
+
+    def keep(self, counts: Int[Tensor, "batch"], host_counts: Sequence[int]) -> None:
+        """Keep the first ``counts[row]`` pending tokens of every row (a chain), forget the others.
+
+        `host_counts` are the same numbers on the host.
+        """
+        self._advance(counts, host_counts)
+
+    def keep_paths(
+        self, paths: Int[Tensor, "batch depth"], counts: Int[Tensor, "batch"], host_counts: Sequence[int]
+    ) -> None:
+        """Keep the pending tokens ``paths[row, :counts[row]]`` (a root-to-node path; entries past the count are ignored)."""
+        if paths.shape[1]:
+            steps = torch.arange(paths.shape[1], device=paths.device)[None]
+            wanted = steps < counts[:, None]
+            source = self.lengths[:, None] + torch.where(wanted, paths, steps)
+            self.cache.move(source, self.lengths[:, None] + steps.expand_as(paths))
+        self._advance(counts, host_counts)
+
+    def select_rows(self, rows: Int[Tensor, "kept"], host_lengths: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order; `host_lengths` are their lengths."""
+        self.cache.select_rows(rows)
+        self.lengths = self.lengths.index_select(0, rows)
+        self.host_lengths = list(host_lengths)
+
+    def clear_row(self, row: int) -> None:
+        """Forget all of one row."""
+        self.host_lengths[row] = 0
+        self.lengths[row] = 0
+
+    def _advance(self, counts: Tensor, host_counts: Sequence[int]) -> None:
+        self.lengths = self.lengths + counts
+        self.host_lengths = [length + count for length, count in zip(self.host_lengths, host_counts, strict=True)]
+        self.num_pending, self.pending_seen, self.pending_depth = 0, None, None
+
+    def _grow_tree(self, tokens: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Extend "who sees whom" among pending tokens by this feed's; returns it and the fed tokens' depths."""
+        batch, fed = tokens.shape
+        before, total = self.num_pending, self.num_pending + fed
+        seen = torch.zeros(batch, total, total, dtype=torch.bool, device=tokens.device)
+        depth = torch.zeros(batch, total, dtype=torch.long, device=tokens.device)
+        if before:
+            old = self.pending_seen
+            if old is None:
+                old = torch.ones(before, before, dtype=torch.bool, device=tokens.device).tril()
+            seen[:, :before, :before] = old
+            depth[:, :before] = (
+                torch.arange(before, device=tokens.device) if self.pending_depth is None else self.pending_depth
+            )
+        if parents is None:
+            parents = torch.arange(before - 1, total - 1, device=tokens.device).expand(batch, fed)
+        rows = torch.arange(batch, device=tokens.device)
+        for i in range(fed):
+            parent, node = parents[:, i], before + i
+            has_parent = parent >= 0
+            up = parent.clamp(min=0)
+            seen[:, node] = seen[rows, up] & has_parent[:, None]
+            seen[:, node, node] = True
+            depth[:, node] = torch.where(has_parent, depth[rows, up] + 1, 0)
+        self.pending_seen, self.pending_depth = seen, depth
+        return seen, depth[:, before:]
+
+    def _tree_mask(self, seen: Tensor, keys: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Visibility ``[batch, fed, width]`` and the keys' positions ``[batch, width]``."""
+        assert self.pending_depth is not None
+        batch, total = seen.shape[0], seen.shape[1]
+        node = (keys[None] - self.lengths[:, None]).expand(batch, -1)  # the key's number among pending tokens
+        inside = (node >= 0) & (node < total)
+        at = node.clamp(0, total - 1)
+        visible = seen[:, before:].gather(2, at[:, None, :].expand(batch, total - before, -1))
+        kept = (node < 0)[:, None, :]
+        positions = torch.where(node < 0, keys[None], self.lengths[:, None] + self.pending_depth.gather(1, at))
+        return kept | (visible & inside[:, None, :]), positions
+
+    def _run(self, tokens: Tensor, positions: Tensor, seen: Tensor, key_positions: Tensor, want_logits: bool) -> Outputs:
+        extra: dict[str, Any] = {}
+        if self._layers:
+            extra["output_hidden_states"] = True
+        if self._keeps_logits and not want_logits:
+            extra["logits_to_keep"] = 1
+        if self._limit is not None:
+            positions_fed = positions.clamp(max=self._limit - 1)  # only padding lies beyond the limit
+        else:
+            positions_fed = positions
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=self._mask(seen, positions, key_positions),
+            position_ids=positions_fed,
+            cache=self.cache,
+            use_cache=True,
+            **extra,
+        )
+        hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
+        return Outputs(out.logits if want_logits else None, hidden)
+
+    def _mask(
+        self, seen: Bool[Tensor, "rows fed width"], positions: Tensor, key_positions: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        full = self._as_bias(seen[:, None])
+        if not self._windows:
+            return full
+        masks: dict[str, Tensor] = {}
+        for kind, window in self._windows.items():
+            near = positions[:, :, None] - key_positions[:, None, :] < window if window else None
+            masks[kind] = full if near is None else self._as_bias((seen & near)[:, None])
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _as_bias(self, seen: Tensor) -> Tensor:
+        if self.model.config._attn_implementation == "sdpa":
+            return seen
+        dtype = self.model.dtype
+        return torch.where(seen, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Kinds of attention layers and their windows (None: full). Empty for models of full attention only."""
+    window = getattr(config, "sliding_window", None)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise BadInput(f"layers of type {unknown[0]!r} keep a state that cannot be rolled back: the model cannot verify drafts")
+    if not kinds:
+        # Mistral and Phi-3 have one window for all layers and name no layer types.
+        uses_window = window is not None and getattr(config, "use_sliding_window", True)
+        return {"sliding_attention": window} if uses_window else {}
+    if kinds == ["full_attention"]:
+        return {}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}

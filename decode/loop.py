@@ -1,0 +1,147 @@
+"""Draft, verify, keep: the decoding loop. Plain decoding is the same loop without a drafter."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ..models.target import Target, as_target
+
+from .drafters import as_drafter
+from .prompts import Prompts, right_padded
+from .sampling import Sampling
+from .stats import Stats
+from .step import Decoding, Ends, Step
+from .stop import StopStrings
+from .streams import RowStreams, row_seeds
+from .tree import as_layout
+
+
+class SpeculativeOutput(NamedTuple):
+    """The result of decoding a batch."""
+
+    tokens: Int[Tensor, "batch length"]  # prompt and new tokens, right-padded
+    lengths: Int[Tensor, "batch"]
+    stats: Stats
+
+
+def speculative_generate(
+    target: Any,
+    drafter: Any,
+    input_ids: Int[Tensor, "batch prompt"],
+    attention_mask: Int[Tensor, "batch prompt"] | None = None,
+    max_new_tokens: int = 64,
+    num_speculative_tokens: int = 4,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    rule: str = "lossless",
+    rule_options: dict[str, Any] | None = None,
+    tree: Any = None,
+    seed: int | Sequence[int] = 0,
+    repetition_penalty: float = 1.0,
+    stop_strings: Sequence[str] | None = None,
+) -> SpeculativeOutput:
+    """Decode with `drafter` proposing and `target` verifying (arXiv:2211.17192, 2302.01318).
+
+    Args:
+        target: what ``load_target`` returned, or a transformers causal LM.
+        drafter: what ``load_drafter`` returned, a transformers causal LM with the same tokenizer, the name of a drafter that
+            needs no training, any object that satisfies the ``Drafter`` protocol, or None for plain decoding.
+        input_ids: prompts; padding (on either side) is where `attention_mask` is 0. An empty row starts from BOS.
+        max_new_tokens: tokens to emit at most, per row. Rows also end at the target's context limit.
+        num_speculative_tokens: draft tokens a step (a tree has its own depth).
+        temperature, top_k, top_p, min_p, repetition_penalty: the sampling transforms; temperature 0 is greedy.
+        eos_token_id: ids that end a row; None: the target's own; an empty list: none.
+        rule: the verification rule; with a tree, ``lossless`` means ``multi``.
+        tree: None (a chain), widths per depth, or root-to-node paths.
+        seed: of the batch (each row then has its own stream), or one per row.
+        stop_strings: a row ends with the token that completes one of these (needs the target's tokenizer).
+
+    Raises:
+        BadInput: a prompt longer than the context, an unknown rule or drafter, a tree for a drafter that has no branches.
+    """
+    target = as_target(target)
+    prompts = right_padded(input_ids, attention_mask, target)
+    steps = decode_steps(
+        target,
+        drafter,
+        prompts,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        max_new_tokens=max_new_tokens,
+        num_speculative_tokens=num_speculative_tokens,
+        eos_token_id=eos_token_id,
+        rule=rule,
+        rule_options=rule_options,
+        tree=tree,
+        seed=seed,
+        stop_strings=stop_strings,
+    )
+    emitted: list[list[int]] = [[] for _ in prompts.lengths]
+    stats = Stats([])
+    for step in steps:
+        stats = step.stats
+        for row, tokens in zip(emitted, step.tokens, strict=True):
+            row.extend(tokens)
+    return _output(prompts, emitted, stats)
+
+
+def decode_steps(
+    target: Target,
+    drafter: Any,
+    prompts: Prompts,
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    num_speculative_tokens: int = 4,
+    eos_token_id: int | Sequence[int] | None = None,
+    rule: str = "lossless",
+    rule_options: dict[str, Any] | None = None,
+    tree: Any = None,
+    seed: int | Sequence[int] = 0,
+    stop_strings: Sequence[str] | None = None,
+) -> Iterator[Step]:
+    """The steps of :func:`speculative_generate`, one by one as they are decoded (for streaming and for training online)."""
+    layout = None if tree is None else as_layout(tree)
+    decoding = Decoding(
+        target,
+        as_drafter(drafter, target, layout),
+        prompts,
+        sampling=sampling,
+        rule="multi" if layout is not None and rule == "lossless" else rule,
+        rule_options=dict(rule_options or {}),
+        streams=RowStreams(row_seeds(seed, len(prompts.lengths))),
+        ends=Ends(_eos_ids(eos_token_id, target), StopStrings.of(target, stop_strings)),
+        max_new_tokens=max_new_tokens,
+    )
+    depth = num_speculative_tokens if layout is None else layout.depth
+    while decoding.unfinished():
+        draft = decoding.draft(depth)
+        outputs = decoding.verification_pass(draft)
+        verdict = decoding.judge(draft, outputs.logits)
+        yield decoding.emit(draft, outputs, verdict)
+
+
+def plain_generate(target: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **settings: Any) -> SpeculativeOutput:
+    """Plain decoding: :func:`speculative_generate` without a drafter, one token a pass. Same settings, same cache."""
+    return speculative_generate(target, None, input_ids, attention_mask, **settings)
+
+
+def _output(prompts: Prompts, emitted: list[list[int]], stats: Stats) -> SpeculativeOutput:
+    rows = [prompt + new for prompt, new in zip(prompts.rows(), emitted, strict=True)]
+    lengths = [len(row) for row in rows]
+    tokens = torch.full((len(rows), max(lengths)), prompts.pad_id, dtype=torch.long)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+    device = prompts.ids.device
+    return SpeculativeOutput(tokens.to(device), torch.tensor(lengths, device=device), stats)
+
+
+def _eos_ids(eos_token_id: int | Sequence[int] | None, target: Target) -> frozenset[int]:
+    if eos_token_id is None:
+        return frozenset(target.eos_token_ids)
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)

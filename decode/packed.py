@@ -1,0 +1,111 @@
+"""Fast products of 1 to 64 rows on CPU: linear layers whose weights oneDNN has reordered.
+
+A verification pass multiplies 2 to 16 rows by every weight. The default float32 path of torch makes that cost far more than
+one row; with weights in oneDNN's blocked layout it costs little more. The operators used here are private to torch, so this
+module is the only one that knows them, and everything falls back to the plain modules.
+"""
+
+import time
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+Backend = Literal["auto", "plain", "packed"]
+
+_ROWS_HINT = 4  # the number of rows oneDNN picks the layout for; others work with it as well
+
+
+def packing_supported() -> bool:
+    """Whether this build of torch has the operators."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def use_backend(model: nn.Module, backend: Backend) -> str:
+    """Switch the linear layers of `model` and return the backend now in use, ``"plain"`` or ``"packed"``.
+
+    Parameters, ``state_dict`` and gradients are untouched: a packed layer falls back to its own weight where gradients are
+    recorded. ``auto`` measures both on one-token and five-token products and keeps the faster. Call again after the weights
+    have changed: the packed copies do not follow them.
+    """
+    unpack(model)
+    layers = [module for module in model.modules() if _packable(module)]
+    if backend == "plain" or not layers or not packing_supported():
+        return "plain"
+    if backend == "auto" and not _packed_is_faster(layers):
+        return "plain"
+    for layer in layers:
+        _pack(layer)
+    return "packed"
+
+
+def unpack(model: nn.Module) -> None:
+    """Give every layer its own forward back and free the packed copies."""
+    for module in model.modules():
+        if _PACKED in module.__dict__:
+            del module.__dict__["forward"], module.__dict__[_PACKED]
+
+
+_PACKED = "_draftsmith_packed"
+
+
+def _packable(module: nn.Module) -> bool:
+    if type(module) not in (nn.Linear, Conv1D):
+        return False
+    weight = module.weight
+    return weight.device.type == "cpu" and weight.dtype is torch.float32
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The layer's weight as ``[out, in]`` (GPT-2's Conv1D stores the transpose)."""
+    weight = layer.weight.detach()
+    assert isinstance(weight, Tensor)
+    return weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+
+
+def _pack(layer: nn.Module) -> None:
+    packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), _ROWS_HINT)
+    bias = None if layer.bias is None else layer.bias.detach()
+    plain = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad or x.dtype is not torch.float32:
+            return plain(x)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    # Instance attributes, not submodules: the module's parameters and names stay as they are.
+    layer.__dict__[_PACKED] = packed
+    layer.__dict__["forward"] = forward
+
+
+@torch.inference_mode()
+def _packed_is_faster(layers: list[nn.Module], rows: tuple[int, ...] = (1, 5), budget: float = 1.0) -> bool:
+    """Time the largest layers of each shape both ways, interleaved, for at most about `budget` seconds."""
+    shapes: dict[tuple[int, ...], nn.Module] = {tuple(_matrix(layer).shape): layer for layer in layers}
+    chosen = sorted(shapes.values(), key=lambda layer: layer.weight.numel())[-4:]  # type: ignore[union-attr,operator]
+    pairs = []
+    for layer in chosen:
+        weight = _matrix(layer)
+        pairs.append((weight, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)))
+    plain_times: list[float] = []
+    packed_times: list[float] = []
+    inputs = [[torch.randn(n, weight.shape[1]) for n in rows] for weight, _ in pairs]
+    deadline = time.perf_counter() + budget
+    while len(plain_times) < 3 or (time.perf_counter() < deadline and len(plain_times) < 30):
+        start = time.perf_counter()
+        for (weight, _), xs in zip(pairs, inputs, strict=True):
+            for x in xs:
+                torch.nn.functional.linear(x, weight)
+        middle = time.perf_counter()
+        for (_, packed), xs in zip(pairs, inputs, strict=True):
+            for x in xs:
+                torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        plain_times.append(middle - start)
+        packed_times.append(time.perf_counter() - middle)
+    middle_of = len(plain_times) // 2
+    return sorted(packed_times)[middle_of] < sorted(plain_times)[middle_of]

@@ -1,0 +1,225 @@
+"""One step of decoding a batch: draft, one target pass, judge, emit, roll back."""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..models.target import Target
+from .draft import Accepted, Draft, Drafter, TargetOutputs, Verdict, wants
+from .forward import CachedLM, Outputs
+from .prompts import Prompts
+from .sampling import Sampling, draw, probabilities
+from .seen import SeenTokens
+from .stats import RowStats, Stats
+from .stop import StopStrings
+from .streams import RowStreams
+from .tree import depths
+from .verify_batched import LOSSLESS, verify, verify_greedy
+
+
+class Ends(NamedTuple):
+    """What ends a row before its limit."""
+
+    eos: frozenset[int]
+    stop: StopStrings | None
+
+    def cut(self, before: list[int], new: list[int]) -> tuple[int, bool]:
+        """How many of `new` are emitted, and whether the row ends with them."""
+        for i, token in enumerate(new):
+            if token in self.eos:
+                new = new[: i + 1]
+                ended = True
+                break
+        else:
+            ended = False
+        at = self.stop.cut(before, new) if self.stop is not None else None
+        return (len(new), ended) if at is None else (at, True)
+
+
+class Step(NamedTuple):
+    """What one step emitted, per row: ids, how many of them (from the left) were draft tokens, and the counts so far."""
+
+    tokens: list[list[int]]
+    num_from_draft: list[int]
+    stats: Stats
+
+
+class Decoding:
+    """A batch while it is decoded. The target's cache holds what was emitted except each row's newest token."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        prompts: Prompts,
+        *,
+        sampling: Sampling,
+        rule: str,
+        rule_options: dict[str, Any],
+        streams: RowStreams,
+        ends: Ends,
+        max_new_tokens: int,
+    ):
+        self.drafter, self.sampling, self.streams, self.ends = drafter, sampling, streams, ends
+        self.rule, self.rule_options = rule, rule_options
+        self.wants = {} if drafter is None else wants(drafter)
+        batch = len(prompts.lengths)
+        limit = target.context_limit
+        # What each row may still emit; 0 once it has finished.
+        self.room = [
+            min(max_new_tokens, limit - length) if limit is not None else max_new_tokens for length in prompts.lengths
+        ]
+        self.emitted: list[list[int]] = [[] for _ in range(batch)]
+        self.stats = Stats([RowStats() for _ in range(batch)])
+        self.lm = CachedLM(target.model, batch, self.wants.get("hidden_states", ()))
+        self.seen = SeenTokens.of(prompts, target.vocab_size, sampling)
+        lengths = torch.tensor(prompts.lengths, device=prompts.ids.device)
+        self.newest = prompts.ids.gather(1, lengths[:, None] - 1)  # [batch, 1]
+        prefill = self.lm.prefill(prompts.ids[:, :-1], [length - 1 for length in prompts.lengths])
+        if drafter is not None:
+            drafter.start(prompts.ids, prompts.attention_mask)
+            if self.wants:
+                nothing = Accepted(self.newest[:, :0], torch.zeros_like(lengths), self.newest[:, :0], [[]] * batch)
+                valid = prompts.attention_mask[:, 1:].bool()
+                drafter.observe(nothing, TargetOutputs(prompts.ids[:, :-1], valid, prefill.hidden_states, None))
+
+    def unfinished(self) -> bool:
+        """Whether a row may still emit."""
+        return any(self.room)
+
+    @torch.no_grad()
+    def draft(self, num_tokens: int) -> Draft | None:
+        """The drafter's proposal, shortened where a row has less room; None when there is nothing to verify."""
+        self.streams.next_step()
+        num_tokens = min(num_tokens, max(self.room) - 1)  # the pass itself emits one more
+        if self.drafter is None or num_tokens < 1:
+            return None
+        draft = self.drafter.propose(num_tokens, self.sampling, self.streams.drafting)
+        if draft.tokens.shape[1] == 0:
+            return None
+        return self._shortened(draft)
+
+    @torch.no_grad()
+    def verification_pass(self, draft: Draft | None) -> Outputs:
+        """One target pass over each row's newest token and its draft."""
+        if draft is None:
+            return self.lm.feed(self.newest)
+        fed = torch.cat([self.newest, draft.tokens.clamp(min=0)], dim=1)
+        if draft.is_chain:
+            return self.lm.feed(fed)
+        parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=-1)
+        return self.lm.feed(fed, parents)
+
+    @torch.no_grad()
+    def judge(self, draft: Draft | None, logits: Float[Tensor, "batch fed vocab"] | None) -> Verdict:
+        """Which draft tokens stay and what follows them."""
+        assert logits is not None
+        greedy = self.sampling.temperature == 0
+        if self.seen is not None:
+            logits = self.seen.penalised(logits, draft)
+        if draft is None:
+            uniforms = None if greedy else self.streams.uniforms(1, logits.device)[:, 0]
+            following = logits[:, 0].argmax(-1) if uniforms is None else draw(self._probs(logits[:, 0]), uniforms)
+            return Verdict(torch.zeros_like(following), following[:, None][:, :0], following)
+        if greedy and self.rule in LOSSLESS:
+            return verify_greedy(draft, logits.argmax(-1))
+        uniforms = self.streams.uniforms(logits.shape[1], logits.device)
+        judge_probs = None
+        if self.rule not in LOSSLESS:
+            # Lossy rules weigh probabilities, which the one-hot limit would erase.
+            at_one = self.sampling._replace(temperature=1.0) if greedy else self.sampling
+            judge_probs = probabilities(logits, at_one)
+        return verify(self.rule, draft, self._probs(logits), uniforms, self.rule_options, judge_probs)
+
+    @torch.no_grad()
+    def emit(self, draft: Draft | None, outputs: Outputs, verdict: Verdict) -> Step:
+        """Emit what was decided, up to EOS, stop string or limit; roll back target and drafter to it."""
+        emitted, counts, drafted, nodes = self._read(draft, verdict)
+        new, from_draft = [], []
+        for row, tokens in enumerate(emitted):
+            new.append(self._emit_row(row, tokens[: counts[row] + 1], drafted[row], nodes[row]))
+            from_draft.append(min(counts[row], len(new[-1])))
+        host_lengths = [len(tokens) for tokens in new]
+        lengths = torch.tensor(host_lengths, device=verdict.next_tokens.device)
+        width = max(host_lengths)
+        tokens = self._emitted_tokens(draft, verdict)[:, :width]
+        kept = torch.arange(width, device=tokens.device)[None] < lengths[:, None]
+        tokens = torch.where(kept, tokens, -1)
+        accepted = Accepted(tokens, lengths, verdict.path, new)
+        last = tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])
+        fed = self.newest
+        self.newest = torch.where(lengths[:, None] > 0, last, self.newest)
+        if self.seen is not None:
+            self.seen.add(tokens)
+        if draft is None or draft.is_chain:
+            self.lm.keep(lengths, host_lengths)
+        else:
+            self.lm.keep_paths(torch.nn.functional.pad(verdict.path + 1, (1, 0)), lengths, host_lengths)
+        if self.drafter is not None:
+            self.drafter.observe(accepted, self._for_drafter(fed, draft, outputs))
+        return Step(new, from_draft, self.stats)
+
+    def _probs(self, logits: Tensor) -> Tensor:
+        # The repetition penalty is in the logits already.
+        return probabilities(logits, self.sampling._replace(repetition_penalty=1.0))
+
+    def _shortened(self, draft: Draft) -> Draft:
+        nodes = draft.tokens.shape[1]
+        room = [max(room - 1, 0) for room in self.room]
+        if not draft.is_chain or min(room) >= nodes:
+            return draft
+        # A fixed cut, whatever was drawn: it does not bias what is emitted.
+        most = torch.tensor(room, device=draft.tokens.device).clamp(max=nodes)
+        return draft._replace(lengths=most if draft.lengths is None else torch.minimum(draft.lengths, most))
+
+    def _emitted_tokens(self, draft: Draft | None, verdict: Verdict) -> Tensor:
+        """``[batch, depth + 1]``: accepted draft tokens, then the target's; what lies beyond has no meaning."""
+        following = verdict.next_tokens[:, None]
+        if draft is None:
+            return following
+        chosen = draft.tokens.gather(1, verdict.path.clamp(min=0))
+        chosen = torch.nn.functional.pad(chosen, (0, 1))
+        return chosen.scatter(1, verdict.num_accepted[:, None], following)
+
+    def _read(self, draft: Draft | None, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int], list[int]]:
+        """Everything the host needs, in the step's one transfer."""
+        tokens = self._emitted_tokens(draft, verdict)
+        if draft is None:
+            nodes = depth = torch.zeros_like(verdict.num_accepted)
+        else:
+            full = torch.full_like(verdict.num_accepted, draft.tokens.shape[1])
+            nodes = full if draft.lengths is None else draft.lengths
+            depth = nodes if draft.is_chain else depths(draft.parents, nodes)
+        columns = torch.stack([verdict.num_accepted, depth, nodes], 1)
+        rows = torch.cat([columns, tokens], 1).tolist()
+        return [row[3:] for row in rows], [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+    def _emit_row(self, row: int, tokens: list[int], drafted: int, nodes: int) -> list[int]:
+        if not self.room[row]:
+            return []
+        count, ended = self.ends.cut(self.emitted[row], tokens[: self.room[row]])
+        accepted = len(tokens) - 1
+        if count <= accepted:  # draft tokens past the end count neither as drafted nor as accepted
+            nodes -= drafted - count
+            accepted = drafted = count
+        self.stats.rows[row].count_step(drafted, nodes, accepted, count)
+        self.emitted[row].extend(tokens[:count])
+        self.room[row] = 0 if ended else self.room[row] - count
+        return tokens[:count]
+
+    def _for_drafter(self, newest: Tensor, draft: Draft | None, outputs: Outputs) -> TargetOutputs | None:
+        if not self.wants:
+            return None
+        valid = torch.ones_like(newest, dtype=torch.bool)
+        tokens = newest
+        if draft is not None:
+            tokens = torch.cat([newest, draft.tokens], 1)
+            nodes = draft.tokens.shape[1]
+            inside = torch.ones_like(draft.tokens, dtype=torch.bool)
+            if draft.lengths is not None:
+                inside = torch.arange(nodes, device=tokens.device)[None] < draft.lengths[:, None]
+            valid = torch.cat([valid, inside], 1)
+        return TargetOutputs(tokens, valid, outputs.hidden_states, outputs.logits)
