@@ -1,24 +1,53 @@
 """The recipe schema: what a training run is, as validated data. Imports no torch.
 
-Loading, overrides and the one-line errors are in :func:`load_recipe`; every section is a pydantic model with
-``extra="forbid"``, so an unknown key is an error that names the nearest valid one.
+Every section is a pydantic model with ``extra="forbid"``: an unknown key is an error. Reading a file, overrides and the
+one-line errors are in ``recipe_io.py`` and ``recipe_errors.py``.
 """
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Name = Annotated[str, Field(min_length=1)]  # a hub id, a folder, a file, or a name that we ship
 
 
 class Section(BaseModel):
     """A recipe section: unknown keys are errors, values are checked, instances do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scientific_whole_numbers(cls, data: Any) -> Any:
+        """``steps: 1e3`` is a string to PyYAML and, unlike for a number with a fraction, to pydantic too."""
+        if not isinstance(data, dict):
+            return data
+        whole = {name for name, field in cls.model_fields.items() if field.annotation in (int, int | None)}
+        return {key: read_numbers(value) if key in whole else value for key, value in data.items()}
+
+
+def read_numbers(value: Any) -> Any:
+    """`value` with the strings that mean a number in scientific notation (``"1e-4"``) read as numbers, at any depth.
+
+    PyYAML wants a dot and a sign (``1.0e-4``); a typed field coerces such a string, a free mapping needs this.
+    """
+    if isinstance(value, dict):
+        return {key: read_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [read_numbers(item) for item in value]
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+FreeMapping = Annotated[dict[str, Any], BeforeValidator(read_numbers)]
 
 
 class TargetSection(Section):
     """The model whose output distribution is preserved."""
 
-    model: str
+    model: Name
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     trust_remote_code: bool = False
 
@@ -26,9 +55,10 @@ class TargetSection(Section):
 class DrafterInit(Section):
     """Where an independent draft model's weights come from. Exactly one of the three is given."""
 
-    layers: list[int] | None = None  # these layers of the target, in this order
+    # these layers of the target, in this order
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
     num_layers: int | None = Field(default=None, ge=1)  # this many, chosen by measured block influence (2403.03853)
-    config: dict[str, Any] | None = None  # the target's config with these keys changed, weights from scratch
+    config: FreeMapping | None = None  # the target's config with these keys changed, weights from scratch
     embeddings: Literal["copy", "project", "random"] = "copy"  # for `config`: what becomes of the target's embeddings
 
     @model_validator(mode="after")
@@ -51,7 +81,7 @@ class ModelDrafter(Section):
     """A draft model: a standalone causal LM that shares the target's tokenizer."""
 
     kind: Literal["model"] = "model"
-    model: str | None = None  # hub id, folder or .gguf
+    model: Name | None = None  # hub id, folder or .gguf
     init: DrafterInit | None = None
     vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
     train_embeddings: bool | None = None  # None: yes, unless the vocabulary is cut
@@ -80,8 +110,8 @@ class SamplingSection(Section):
 class DataSection(Section):
     """What the drafter learns on: prompts or chats, and whose answers to them."""
 
-    # "self": the target writes them; "shipped": our training prompts; else files (.jsonl, .parquet, .txt) or dataset ids
-    prompts: str | list[str]
+    # "self": the target writes them; "shipped": ours; else files (.jsonl, .parquet, .txt) or `datasets` ids
+    prompts: Name | Annotated[list[Name], Field(min_length=1)]
     responses: Literal["given", "target"] = "given"
     split: str = "train"  # for dataset ids
     limit: int | None = Field(default=None, ge=1)  # at most this many examples
@@ -94,6 +124,24 @@ class DataSection(Section):
     packing: bool = True
     cache: Literal["none", "hidden", "topk"] = "none"  # teacher outputs kept on disk
     cache_top_k: int = Field(default=64, ge=1)
+
+    @property
+    def sources(self) -> list[str]:
+        """The prompt sources as a list."""
+        return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts)
+
+    @model_validator(mode="after")
+    def _answers_exist(self) -> "DataSection":
+        for source in self.sources:
+            if self.responses == "given" and source in ("self", "shipped"):
+                raise ValueError(f"prompts from {source!r} come without answers: set data.responses to target")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_an_answer(self) -> "DataSection":
+        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
+            raise ValueError("max_prompt_length must be below max_length, which counts the answer too")
+        return self
 
 
 class RolloutSection(Section):
@@ -110,7 +158,7 @@ class RolloutSection(Section):
 class ObjectiveSection(Section):
     """The loss: a divergence by name, or a weighted sum of several."""
 
-    loss: str | dict[str, float | dict[str, float]] = "forward_kl"
+    loss: Name | Annotated[dict[str, float | dict[str, float]], Field(min_length=1)] = "forward_kl"
     temperature: float = Field(default=1.0, gt=0)
     rollouts: RolloutSection | None = None
     chunk_tokens: int = Field(default=512, ge=1)  # supervised positions a chunk of the loss
@@ -145,7 +193,7 @@ class EngineSection(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     gradient_checkpointing: bool = False
     threads: int | None = Field(default=None, ge=1)
-    deepspeed: dict[str, Any] | None = None
+    deepspeed: FreeMapping | None = None
 
     @model_validator(mode="after")
     def _one_budget(self) -> "EngineSection":
@@ -153,11 +201,17 @@ class EngineSection(Section):
             raise ValueError("give exactly one of steps, epochs, minutes")
         return self
 
+    @model_validator(mode="after")
+    def _time_left_to_train(self) -> "EngineSection":
+        if self.minutes is not None and self.data_share + self.evaluate_share >= 1:
+            raise ValueError("data_share and evaluate_share leave no time to train: their sum must be below 1")
+        return self
+
 
 class EvaluateSection(Section):
     """Evaluation while training and at its end, on prompts that training never sees."""
 
-    prompts: str = "shipped"
+    prompts: Name = "shipped"
     limit: int | None = Field(default=None, ge=1)
     every: int = Field(default=200, ge=1)
     max_new_tokens: int = Field(default=64, ge=1)
@@ -175,5 +229,5 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     engine: EngineSection
     evaluate: EvaluateSection = EvaluateSection()
-    output: str
-    seed: int = 0
+    output: Name  # folder of the run
+    seed: int = Field(default=0, ge=0)
