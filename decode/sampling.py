@@ -1,7 +1,8 @@
 """Sampling transforms: the one place that turns logits into the probabilities that are drawn from and judged by.
 
-The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, all in float32. Target and drafter
-go through the same functions, so a draft token is drawn from exactly the distribution the verification rule is told of.
+The order is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, all in float32. Target and
+drafter go through the same functions, so a draft token is drawn from exactly the distribution the verification rule is
+told of.
 """
 
 from typing import NamedTuple
@@ -55,14 +56,13 @@ def apply(
 ) -> Float[Tensor, "*batch vocab"]:
     """Transformed logits in float32; -inf where the transforms leave no probability.
 
-    `seen` marks the ids of the context, which the repetition penalty concerns (arXiv:1909.05858); None: no penalty. At
+    `seen` marks the ids of the context, which the repetition penalty concerns; None: no penalty. At
     temperature 0 the result is 0 at the largest logit (the lowest id where several are equal) and -inf elsewhere; the
     filters cannot matter there.
     """
     scores = logits.float()
     if seen is not None and sampling.repetition_penalty != 1.0:
-        penalty = sampling.repetition_penalty
-        scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        scores = penalise(scores, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         best = scores.argmax(-1, keepdim=True)
         return torch.full_like(scores, -torch.inf).scatter_(-1, best, 0.0)
@@ -79,6 +79,15 @@ def apply(
         probs = scores.softmax(-1)
         scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return scores
+
+
+def penalise(
+    logits: Float[Tensor, "*batch vocab"], seen: Bool[Tensor, "*batch vocab"], penalty: float
+) -> Float[Tensor, "*batch vocab"]:
+    """The repetition penalty (arXiv:1909.05858): logits of `seen` ids divided by `penalty`, negative ones
+    multiplied."""
+    scores = logits.float()
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def probabilities(
