@@ -1,0 +1,53 @@
+"""What can be checked before any model is loaded: that files are there and folders can be written. Imports no torch."""
+
+import tempfile
+from pathlib import Path
+
+from .errors import BadInput, nearest
+from .recipe import Recipe
+
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gguf", ".yaml", ".safetensors")
+
+
+def looks_local(name: str) -> bool:
+    """True for what can only be a path on this machine: neither ``name`` nor ``owner/name`` on a hub."""
+    return name.startswith(("/", ".", "~")) or name.endswith(_FILE_SUFFIXES) or name.count("/") > 1
+
+
+def check_exists(name: str, what: str) -> None:
+    """Raise BadInput when `name` looks like a local path and is not there. `what` says where it was given."""
+    path = Path(name).expanduser()
+    if not looks_local(name) or path.exists():
+        return
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    kind = "file" if name.endswith(_FILE_SUFFIXES) else "file or folder"
+    raise BadInput(f"{what}: no such {kind}: {name}{nearest(path.name, siblings)}")
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """Make `folder` and prove that it can be written in. Raises BadInput when it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise BadInput(f"{what}: cannot write to {folder} ({problem.strerror or problem})") from problem
+
+
+def check_new_folder(folder: Path, what: str) -> None:
+    """Raise BadInput unless `folder` is absent or empty and can be made."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise BadInput(f"{what}: {folder} is not empty, expected a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{what}: {folder} is a file, expected a new folder")
+    check_writable(folder.parent, what)
+
+
+def check_recipe_files(recipe: Recipe) -> None:
+    """Raise BadInput when a file or folder that the recipe names is missing."""
+    check_exists(recipe.target.model, "target.model")
+    if model := getattr(recipe.drafter, "model", None):
+        check_exists(model, "drafter.model")
+    for source in recipe.data.sources:
+        check_exists(source, "data.prompts")
+    check_exists(recipe.evaluate.prompts, "evaluate.prompts")
