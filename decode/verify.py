@@ -103,7 +103,7 @@ def multi(
         if parents[i] != at:
             continue
         draft = draft_distribution(draft_probs, i, token, target_probs)
-        if tried and not with_replacement:
+        if draft_probs is not None and tried and not with_replacement:
             draft[tried] = 0
             draft /= draft.sum()
         if uniforms[i] * draft[token] * lenience < remaining[token]:

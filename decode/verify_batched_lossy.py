@@ -21,7 +21,7 @@ def judged(
     options: Mapping[str, float],
     depth: int | None = None,
 ) -> Verdict:
-    """The longest path whose tokens all pass (of several the likeliest, then the first), then the target's own token."""
+    """The longest path whose tokens all pass (of several the likeliest, then the first), then a token of the target."""
     of_token = target_of_tokens(draft, judge_probs)
     passes = _passes(rule, of_token, judge_probs, draft.parents + 1, options) & counted(draft)
     path = _longest(passes, of_token, draft, draft.tokens.shape[1] if depth is None else depth)
