@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..models.draft_lm import DraftLM
 from .draft import Accepted, Draft, TargetOutputs, chain
+from .draft_tree import GrownTree, draws_needed, grow_tree, in_layout
 from .forward import CachedLM
 from .sampling import Sampling, draw, probabilities
-from .tree import TreeLayout, draw_children
+from .tree import TreeLayout
 
 
 class DraftModel:
@@ -23,11 +24,15 @@ class DraftModel:
 
     def __init__(self, model: Any, vocab_size: int):
         """`vocab_size` is the target's number of logits, which ``draft_probs`` must match."""
-        self.lm = model if isinstance(model, DraftLM) else DraftLM.from_model(model)
+        self.lm = model if isinstance(model, DraftLM) else DraftLM(model)
         self.vocab_size = vocab_size
         self.vocabulary: Tensor | None = self.lm.kept_ids
         self.tree: TreeLayout | None = None
-        self.confidence_threshold: float | None = None
+
+    @property
+    def module(self) -> DraftLM:
+        """What the packed backend packs."""
+        return self.lm
 
     @property
     def num_parameters_read(self) -> int:
@@ -51,10 +56,12 @@ class DraftModel:
         self.newest_counts = torch.ones_like(lengths)
         self.newest_host = [1] * input_ids.shape[0]
         self.depth_fed = 0
+        self.grown: GrownTree | None = None
 
     def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
         """A chain of `num_tokens`, or the tree that was set, cut to this depth."""
         logits = self._catch_up()
+        self.grown = None
         if self.tree is not None:
             return self._propose_tree(self.tree.truncated(num_tokens), logits, sampling, generators)
         tokens: list[Tensor] = []
@@ -72,7 +79,7 @@ class DraftModel:
             if i + 1 < num_tokens:
                 out = self.cached.feed(self._known(token[:, None]))
                 assert out.logits is not None
-                logits = out.logits[:, 0]
+                logits = self._scored(out.logits[:, 0])
                 self.depth_fed += 1
         return chain(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
 
@@ -81,10 +88,12 @@ class DraftModel:
         host = [max(n - 1, 0) for n in accepted.host_lengths]  # accepted draft tokens; the last emitted is the target's
         kept_host = [min(n, self.depth_fed) for n in host]
         kept = (accepted.lengths - 1).clamp(min=0, max=self.depth_fed)
-        if self.tree is None:
+        if self.grown is None:
             self.cached.keep(kept, kept_host)
         else:
-            self.cached.keep_paths(accepted.path[:, : self.depth_fed], kept, kept_host)
+            assert self.grown is not None
+            path = in_layout(accepted.path, self.grown)
+            self.cached.keep_paths(path[:, : self.depth_fed], kept, kept_host)
         missing_host = [n - k for n, k in zip(accepted.host_lengths, kept_host, strict=True)]  # 0: finished rows
         width = max(1, *missing_host)
         at = (kept[:, None] + torch.arange(width, device=kept.device)).clamp(max=accepted.tokens.shape[1] - 1)
@@ -124,8 +133,15 @@ class DraftModel:
     def _propose_tree(
         self, layout: TreeLayout, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
     ) -> Draft:
-        """Grow the tree level by level: the children of all nodes of a depth are drawn from one pass."""
-        return grow_tree(self, layout, logits, sampling, generators)
+        def feed(tokens: Tensor, parents: Tensor) -> Tensor:
+            out = self.cached.feed(self._known(tokens), parents)
+            assert out.logits is not None
+            self.depth_fed += 1
+            return self._scored(out.logits)
+
+        uniforms = None if sampling.temperature == 0 else self._uniforms(draws_needed(layout), generators)
+        self.grown = grow_tree(layout, logits, sampling, uniforms, feed, self._to_target_ids, self._spread)
+        return self.grown.draft
 
     def _uniforms(self, count: int, generators: Sequence[torch.Generator]) -> Tensor:
         rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
@@ -133,7 +149,7 @@ class DraftModel:
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that the embedding table has: a smaller table differs from the target's by padding rows only."""
-        return tokens.clamp(max=self.lm.num_embeddings - 1)
+        return tokens.clamp(max=self.lm.vocab_size - 1)
 
     def _to_target_ids(self, choice: Tensor) -> Tensor:
         return choice if self.vocabulary is None else self.vocabulary[choice]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..errors import BadInput
 from .cache import RaggedCache
@@ -27,13 +26,8 @@ class CachedLM:
     may be pending at once (a drafter grows its tree level by level).
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, hidden_states: Sequence[int] = ()):
+    def __init__(self, model: Any, batch_size: int, hidden_states: Sequence[int] = ()):
         config = model.config.get_text_config(decoder=True)
-        if model.config._attn_implementation not in ("sdpa", "eager"):
-            raise BadInput(
-                f"attention implementation {model.config._attn_implementation!r} takes no token-level mask: "
-                "load the model with attn_implementation='sdpa'"
-            )
         self.model = model
         self.cache = RaggedCache(config.num_hidden_layers, batch_size)
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=model.device)
@@ -43,7 +37,6 @@ class CachedLM:
         self.pending_depth: Tensor | None = None  # [batch, pending]
         self._layers = tuple(config.num_hidden_layers + 1 + i if i < 0 else i for i in hidden_states)
         self._asked = tuple(hidden_states)
-        self._windows = _windows(config)
         self._limit = getattr(config, "max_position_embeddings", None)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -186,7 +179,14 @@ class CachedLM:
             positions_fed = positions
         out = self.model(
             input_ids=tokens,
-            attention_mask=self._mask(seen, positions, key_positions),
+            attention_mask=attention_masks(
+                self.model.config,
+                self.model.config._attn_implementation,
+                self.model.dtype,
+                seen,
+                positions,
+                key_positions,
+            ),
             position_ids=positions_fed,
             cache=self.cache,
             use_cache=True,
@@ -195,23 +195,45 @@ class CachedLM:
         hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
         return Outputs(out.logits if want_logits else None, hidden)
 
-    def _mask(
-        self, seen: Bool[Tensor, "rows fed width"], positions: Tensor, key_positions: Tensor
-    ) -> Tensor | dict[str, Tensor]:
-        full = self._as_bias(seen[:, None])
-        if not self._windows:
-            return full
-        masks: dict[str, Tensor] = {}
-        for kind, window in self._windows.items():
-            near = positions[:, :, None] - key_positions[:, None, :] < window if window else None
-            masks[kind] = full if near is None else self._as_bias((seen & near)[:, None])
-        return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _as_bias(self, seen: Tensor) -> Tensor:
-        if self.model.config._attn_implementation == "sdpa":
-            return seen
-        dtype = self.model.dtype
-        return torch.where(seen, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+def attention_masks(
+    config: Any,
+    implementation: str,
+    dtype: torch.dtype,
+    seen: Bool[Tensor, "rows fed width"],
+    positions: Int[Tensor, "rows fed"],
+    key_positions: Int[Tensor, "rows width"],
+) -> Tensor | dict[str, Tensor]:
+    """What a model takes as ``attention_mask`` so that queries see exactly the keys in `seen`.
+
+    Sliding-window layers see those of them whose position is less than a window away. Boolean ``[rows, 1, fed, width]`` for
+    sdpa, additive for eager attention; a dict by kind of layer for models that mix kinds.
+
+    Raises:
+        BadInput: an attention implementation without token-level masks, or layers whose state cannot be rolled back.
+    """
+    if implementation not in ("sdpa", "eager"):
+        raise BadInput(
+            f"attention implementation {implementation!r} takes no token-level mask: "
+            "load the model with attn_implementation='sdpa'"
+        )
+
+    def as_taken(mask: Tensor) -> Tensor:
+        if implementation == "sdpa":
+            return mask[:, None]
+        return torch.where(mask[:, None], torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+    windows = _windows(config.get_text_config(decoder=True))
+    if not windows:
+        return as_taken(seen)
+    masks: dict[str, Tensor] = {}
+    for kind, window in windows.items():
+        if window:
+            near = positions[:, :, None] - key_positions[:, None, :] < window
+            masks[kind] = as_taken(seen & near)
+        else:
+            masks[kind] = as_taken(seen)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _windows(config: Any) -> dict[str, int | None]:

@@ -113,7 +113,7 @@ def decode_steps(
         prompts,
         sampling=sampling,
         rule="multi" if layout is not None and rule == "lossless" else rule,
-        rule_options=dict(rule_options or {}),
+        options=dict(rule_options or {}),
         streams=RowStreams(row_seeds(seed, len(prompts.lengths))),
         ends=Ends(_eos_ids(eos_token_id, target), StopStrings.of(target, stop_strings)),
         max_new_tokens=max_new_tokens,

@@ -16,7 +16,8 @@ from .stats import RowStats, Stats
 from .stop import StopStrings
 from .streams import RowStreams
 from .tree import depths
-from .verify_batched import LOSSLESS, verify, verify_greedy
+from .rules import LOSSLESS, rule_options
+from .verify_batched import verify, verify_greedy
 
 
 class Ends(NamedTuple):
@@ -58,13 +59,14 @@ class Decoding:
         *,
         sampling: Sampling,
         rule: str,
-        rule_options: dict[str, Any],
+        options: dict[str, Any],
         streams: RowStreams,
         ends: Ends,
         max_new_tokens: int,
     ):
         self.drafter, self.sampling, self.streams, self.ends = drafter, sampling, streams, ends
-        self.rule, self.rule_options = rule, rule_options
+        self.rule, self.rule_options = rule, rule_options(rule, options)
+        self.depth = 0  # of the newest draft, at most
         self.wants = {} if drafter is None else wants(drafter)
         batch = len(prompts.lengths)
         limit = target.context_limit
@@ -97,6 +99,7 @@ class Decoding:
         num_tokens = min(num_tokens, max(self.room) - 1)  # the pass itself emits one more
         if self.drafter is None or num_tokens < 1:
             return None
+        self.depth = num_tokens
         draft = self.drafter.propose(num_tokens, self.sampling, self.streams.drafting)
         if draft.tokens.shape[1] == 0:
             return None
@@ -125,14 +128,22 @@ class Decoding:
             following = logits[:, 0].argmax(-1) if uniforms is None else draw(self._probs(logits[:, 0]), uniforms)
             return Verdict(torch.zeros_like(following), following[:, None][:, :0], following)
         if greedy and self.rule in LOSSLESS:
-            return verify_greedy(draft, logits.argmax(-1))
+            return verify_greedy(draft, logits.argmax(-1), depth=self.depth)
         uniforms = self.streams.uniforms(logits.shape[1], logits.device)
         judge_probs = None
         if self.rule not in LOSSLESS:
             # Lossy rules weigh probabilities, which the one-hot limit would erase.
             at_one = self.sampling._replace(temperature=1.0) if greedy else self.sampling
-            judge_probs = probabilities(logits, at_one)
-        return verify(self.rule, draft, self._probs(logits), uniforms, self.rule_options, judge_probs)
+            judge_probs = probabilities(logits, at_one._replace(repetition_penalty=1.0))
+        return verify(
+            self.rule,
+            draft,
+            self._probs(logits),
+            uniforms,
+            self.rule_options,
+            judge_probs=judge_probs,
+            depth=None if draft.is_chain else self.depth,
+        )
 
     @torch.no_grad()
     def emit(self, draft: Draft | None, outputs: Outputs, verdict: Verdict) -> Step:

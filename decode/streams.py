@@ -27,8 +27,11 @@ class RowStreams:
             judging.manual_seed(master.getrandbits(63))
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
-        """``[batch, count]`` float64 in [0, 1) for this step's verification."""
-        rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in self._judging]
+        """``[batch, count]`` float64 in [0, 1) for this step's verification; the last one is for the next token.
+
+        The last one is made first: how many come before it depends on the widest draft of the batch.
+        """
+        rows = [torch.rand(count, generator=g, dtype=torch.float64).roll(-1) for g in self._judging]
         return torch.stack(rows).to(device, non_blocking=True)
 
 
