@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -90,3 +91,22 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     if manifest.get("format") != FORMAT:
         raise BadInput(f"{path}: format {manifest.get('format')!r}, this version reads format {FORMAT}")
     return manifest
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """The sha256 of every safetensors file under `folder`, by its path there."""
+    hashes = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with path.open("rb") as file:
+            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def check_files(folder: Path, expected: dict[str, str]) -> None:
+    """Raise BadInput, naming the file, unless the safetensors files under `folder` are the `expected` ones."""
+    found = hash_files(folder)
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            raise BadInput(f"{folder / name}: the file is missing")
+        if expected.get(name) != found[name]:
+            raise BadInput(f"{folder / name}: damaged or changed since it was saved ({MANIFEST} has another sha256)")

@@ -119,3 +119,13 @@ def check_split(model: Any) -> None:
 
 def _relative_difference(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+
+
+def parameters_read(model: nn.Module) -> int:
+    """Parameters read in one forward pass: all but lookup tables, of which a pass reads a few rows.
+
+    An embedding table that is also the output head counts, since the head reads all of it. All experts count.
+    """
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    products = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    return sum(p.numel() for p in model.parameters() if id(p) not in lookups - products)

@@ -198,3 +198,20 @@ def one_line_errors(name: str) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadInput(f"{name}: cannot be loaded: {line}") from error
+
+
+def load_exactly(model: torch.nn.Module, state: dict[str, torch.Tensor], name: str) -> None:
+    """Copy `state` into `model`; every parameter must be there with its shape, and nothing else.
+
+    Raises:
+        BadInput: one is not; the line starts with `name` and says which.
+    """
+    own = model.state_dict()
+    for key in sorted(own.keys() | state.keys()):
+        if key not in state:
+            raise BadInput(f"{name}: the weight {key} is missing")
+        if key not in own:
+            raise BadInput(f"{name}: the weight {key} is not one of {type(model).__name__}")
+        if own[key].shape != state[key].shape:
+            raise BadInput(f"{name}: {key} has shape {tuple(state[key].shape)}, expected {tuple(own[key].shape)}")
+    model.load_state_dict(state)
