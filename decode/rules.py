@@ -1,7 +1,7 @@
 """The verification rules by name: which are lossless, which options they take, and the checking of both."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import BadInput, nearest
 
@@ -33,7 +33,7 @@ RULES: dict[str, dict[str, Option]] = {
 LOSSLESS = frozenset({"lossless", "block", "multi"})
 
 
-def rule_options(rule: str, options: Mapping[str, float] | None = None) -> dict[str, float]:
+def rule_options(rule: str, options: Mapping[str, Any] | None = None) -> dict[str, float]:
     """All options of `rule`: those given, and defaults for the others.
 
     Raises:
@@ -52,4 +52,5 @@ def rule_options(rule: str, options: Mapping[str, float] | None = None) -> dict[
             raise BadInput(f"rule_options: {name} of rule {rule!r} is {value!r}, expected a number {limits}")
         if name == "top" and value != int(value):
             raise BadInput(f"rule_options: {name} of rule {rule!r} is {value!r}, expected a whole number")
-    return {name: option.default for name, option in known.items()} | dict(options or {})
+    given = {name: float(value) for name, value in (options or {}).items()}
+    return {name: float(option.default) for name, option in known.items()} | given

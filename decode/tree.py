@@ -16,6 +16,7 @@ from ..errors import BadInput
 from .draft import Draft
 from .sampling import draw
 
+Drawing = Literal["with_replacement", "without_replacement", "chosen"]  # how the children of a node come about
 MAX_NODES = 4096  # a verification pass feeds every node: beyond this a tree is a mistake
 
 
@@ -138,7 +139,7 @@ def draw_children(
     probs: Float[Tensor, "batch vocab"],
     num_children: int,
     uniforms: Float[Tensor, "batch children"] | None,
-    how: Literal["with_replacement", "without_replacement", "chosen"],
+    how: Drawing,
 ) -> tuple[Int[Tensor, "batch children"], Bool[Tensor, "batch children"]]:
     """Tokens for the children of one node, in the order in which they are to be tried, and which of them exist.
 

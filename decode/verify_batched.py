@@ -5,6 +5,7 @@ references, for the same uniforms, is tested.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from ..errors import BadInput
 from .draft import Draft, Verdict
-from .rules import LOSSLESS as LOSSLESS
 from .rules import rule_options as checked_options
 from .sampling import draw
 from .verify_batched_lossy import judged
@@ -24,7 +24,7 @@ def verify(
     draft: Draft,
     target_probs: Float[Tensor, "batch nodes_and_one vocab"],
     uniforms: Float[Tensor, "batch nodes_and_one"],
-    rule_options: Mapping[str, float] | None = None,
+    rule_options: Mapping[str, Any] | None = None,
     judge_probs: Float[Tensor, "batch nodes_and_one vocab"] | None = None,
     *,
     depth: int | None = None,

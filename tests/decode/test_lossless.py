@@ -1,7 +1,7 @@
 """Losslessness, exactly: what the lossless rules emit is distributed as the target, whatever was drafted.
 
-Nothing is sampled here. Drafts are enumerated with their probabilities; every uniform number that a rule is given is integrated
-out by finding, by bisection of the rule itself, where its decision flips.
+Nothing is sampled here. Drafts are enumerated with their probabilities; every uniform number that a rule is given is
+integrated out by finding, with the rule itself, where its decision flips.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ def contexts(draft: Draft, row: int) -> list[tuple[int, ...]]:
 
 
 def enumerate_drafts(layout: TreeLayout, drafters: Sequence[Process], target: Process, how: str) -> Drafts:
-    """All outcomes of drawing `layout`'s tokens, with their probabilities. Branches of the root take turns at `drafters`."""
+    """All outcomes of drawing `layout`, with their probabilities. Branches of the root take turns at `drafters`."""
     drafter_of = [drafters[path[0] % len(drafters)] for path in layout.paths]
     found: list[tuple[float, list[int], list[bool]]] = []
 
@@ -158,8 +158,8 @@ def emitted(rule: str, drafts: Drafts, target: Process, length: int, options: di
     def verdict(rows: torch.Tensor, uniforms: torch.Tensor) -> Verdict:
         return verify(rule, take(drafts.draft, rows), drafts.target_probs[rows], uniforms, options)
 
-    # Node by node, the draws split into those that accept it if asked and those that do not: two corners of the number's
-    # range stand for them, with the measured share of the range as probability. Later numbers wait at "reject".
+    # Node by node, the numbers split into those that accept it if asked and those that do not. One of each stands for
+    # them, with the measured share of the range as probability. Later numbers wait at "reject".
     nodes = drafts.draft.tokens.shape[1]
     rows, weights = torch.arange(len(drafts.weights)), drafts.weights
     uniforms = torch.full((len(rows), nodes + 1), TOP, dtype=torch.float64)
