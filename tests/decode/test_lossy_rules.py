@@ -122,9 +122,9 @@ def as_reference(rule: str) -> reference.Judgement:
 @given(seed=st.integers(0, 2**31), nodes=st.integers(0, 6))
 def test_batched_rules_equal_their_references(rule: str, seed: int, nodes: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    parents = torch.tensor(
-        [[int(torch.randint(-1, i, (), generator=generator)) for i in range(nodes)] for _ in range(4)]
-    )
+    parents = torch.zeros(4, nodes).long()
+    for i in range(nodes):
+        parents[:, i] = torch.randint(-1, i, (4,), generator=generator)
     draft = Draft(
         torch.randint(0, VOCAB, (4, nodes), generator=generator),
         parents,
