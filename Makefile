@@ -10,6 +10,7 @@ DEMO ?= runs/demo-$(MINUTES)min
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TARGET := smollm2-135m-instruct
+BENCHES := $(filter-out bench/results.py bench/gpu_check.py bench/_%,$(wildcard bench/*.py))
 # The evaluation keeps to its share of the budget by its number of prompts; the file's order is balanced over categories.
 LIMIT ?= $(shell awk 'BEGIN { n = int(2 * $(MINUTES)); print (n < 12 ? 12 : n) }')
 
@@ -55,7 +56,7 @@ lint: install
 check: test lint
 
 bench: install
-	@set -e; for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
 
 results: install
 	$(BIN)/python bench/results.py
