@@ -6,7 +6,7 @@ which child of its parent it is: the rank-th draw, or the rank-th most likely to
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -59,7 +59,7 @@ class TreeLayout(NamedTuple):
         return self.depth == len(self.parents)
 
 
-def as_layout(tree: Sequence[int] | Sequence[Sequence[int]]) -> TreeLayout:
+def as_layout(tree: Any) -> TreeLayout:
     """The layout that a user's `tree` describes.
 
     Either widths per depth (``[3, 2, 1]``: three children of the newest token, two of each of those, one of each of
@@ -69,12 +69,14 @@ def as_layout(tree: Sequence[int] | Sequence[Sequence[int]]) -> TreeLayout:
     Raises:
         BadInput: an empty tree, a mixture, a number out of range, a path listed twice, a path without its parent.
     """
+    if isinstance(tree, TreeLayout):
+        return tree
     if isinstance(tree, (str, bytes)) or not isinstance(tree, Sequence) or len(tree) == 0:
         raise BadInput(
             f"tree: {tree!r} is neither widths per depth ([3, 2, 1]) nor a list of paths ([[0], [1], [0, 0]])"
         )
     if all(isinstance(item, int) and not isinstance(item, bool) for item in tree):
-        return _from_widths([int(width) for width in tree])  # pyright: ignore[reportArgumentType]
+        return _from_widths([int(width) for width in tree])
     paths = []
     for item in tree:
         ranks = list(item) if isinstance(item, (list, tuple)) else []
