@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
 _NUCLEUS_GUESSES = (128, 2048)
 # A cumulative probability this close to the limit is decided by float32 rounding; such rows are sorted in full, because
 # the outcome must be what the plain computation gives. Rounding was measured as 5e-7 at 262,144 ids.
-_NUCLEUS_MARGIN = 4e-6
+_NUCLEUS_MARGIN = 1e-6
 
 
 def check_sampling(sampling: Sampling) -> Sampling:
@@ -73,7 +73,7 @@ def apply(
         scores = scores.masked_fill(scores < kept_least, -torch.inf)  # equals of the last one stay, all of them
     if sampling.top_p is not None and sampling.top_p < 1:
         rows = scores.reshape(-1, scores.shape[-1])
-        keep_nucleus = _nucleus_by_guess if scores.device.type == "cpu" else _nucleus
+        keep_nucleus = _nucleus_of_top if scores.device.type == "cpu" else _nucleus
         scores = keep_nucleus(rows, sampling.top_p).reshape(scores.shape)
     if sampling.min_p:
         probs = scores.softmax(-1)
@@ -121,26 +121,23 @@ def _nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
     return scores.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
 
 
-def _nucleus_by_guess(scores: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor, "rows vocab"]:
+def _nucleus_of_top(
+    scores: Float[Tensor, "rows vocab"], top_p: float, guesses: tuple[int, ...] = _NUCLEUS_GUESSES
+) -> Float[Tensor, "rows vocab"]:
     """What :func:`_nucleus` gives, without sorting the rows whose nucleus is found among their top few ids."""
+    if not guesses or guesses[0] * 4 > scores.shape[-1]:
+        return _nucleus(scores, top_p)
+    size = guesses[0]
     probs = scores.softmax(-1)
-    total = probs.sum(-1, keepdim=True, dtype=torch.float64)
-    result = torch.full_like(scores, -torch.inf)
-    open_rows = torch.arange(scores.shape[0], device=scores.device)
-    for guess in _NUCLEUS_GUESSES:
-        if guess * 4 > scores.shape[-1] or not len(open_rows):
-            break
-        values, ids = scores[open_rows].topk(guess, dim=-1)
-        mass = probs[open_rows].gather(-1, ids).cumsum(-1, dtype=torch.float64) / total[open_rows]
-        before = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # of the ids ahead of each
-        kept = before < top_p
-        count = kept.sum(-1, keepdim=True)
-        certain = ((mass - top_p).abs().amin(-1) > _NUCLEUS_MARGIN) & (mass[:, -1] > top_p)
-        last, following = (values.gather(-1, at.clamp(max=guess - 1)) for at in (count - 1, count))
-        certain &= (last != following).squeeze(-1)  # equals at the limit: the full sort says which stay
-        done = open_rows[certain]
-        result[done] = result[done].scatter(-1, ids[certain], values.masked_fill(~kept, -torch.inf)[certain])
-        open_rows = open_rows[~certain]
+    values, ids = scores.topk(size, dim=-1)
+    mass = probs.gather(-1, ids).cumsum(-1, dtype=torch.float64) / probs.sum(-1, keepdim=True, dtype=torch.float64)
+    kept = torch.nn.functional.pad(mass[:, :-1], (1, 0)) < top_p  # by the mass of the ids ahead of each
+    count = kept.sum(-1, keepdim=True)
+    certain = ((mass - top_p).abs().amin(-1) > _NUCLEUS_MARGIN) & (mass[:, -1] > top_p)
+    last, following = (values.gather(-1, at.clamp(max=size - 1)).squeeze(-1) for at in (count - 1, count))
+    certain &= last != following  # equals at the limit: the full sort says which stay
+    result = torch.full_like(scores, -torch.inf).scatter_(-1, ids, values.masked_fill(~kept, -torch.inf))
+    open_rows = (~certain).nonzero().squeeze(-1)
     if len(open_rows):
-        result[open_rows] = _nucleus(scores[open_rows], top_p)
+        result[open_rows] = _nucleus_of_top(scores[open_rows], top_p, guesses[1:])
     return result
