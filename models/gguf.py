@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from ..errors import BadInput
 from ..paths import home
 from .folder import locked, written_whole
+from .quiet import one_line_errors, quiet, say
 
 # Values of tokenizer.ggml.pre that stand for byte-level BPE after every digit was split off. transformers ignores the
 # key when it reads a GGUF tokenizer, and so loses the splitter.
 _DIGIT_SPLITTERS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
-def converted_folder(path: Path, say: Callable[[str], None] = print) -> Path:
+def converted_folder(path: Path, tell: Callable[[str], None] = say) -> Path:
     """The folder that holds `path` as a plain model, converted on first use (a minute or so).
 
     Raises:
@@ -28,19 +29,19 @@ def converted_folder(path: Path, say: Callable[[str], None] = print) -> Path:
     folder = home() / "models" / f"{path.stem}-{_fingerprint(path)[:12]}"
     with locked(folder):
         if not (folder / "config.json").is_file():
-            say(f"converting {path.name} into {folder} (once)")
-            convert(path, folder)
+            convert(path, folder, tell)
     return folder
 
 
-def convert(path: Path, folder: Path) -> None:
+def convert(path: Path, folder: Path, tell: Callable[[str], None] = say) -> None:
     """Unpack the weights of a GGUF file to float32 and save them, with tokenizer and chat template, as `folder`.
 
     Raises:
         BadInput: not a GGUF file, or of an architecture that transformers cannot read.
     """
     pre_tokenizer = _pre_tokenizer(path)
-    try:
+    tell(f"converting {path.name} into {folder} (once, a minute or so)")
+    with quiet(), one_line_errors(str(path)):
         # Without `dequantize` the weights stay packed and cannot be saved.
         model = AutoModelForCausalLM.from_pretrained(
             str(path.parent),
@@ -49,12 +50,8 @@ def convert(path: Path, folder: Path) -> None:
             dtype=torch.float32,
         )
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-        raise BadInput(
-            f"{path}: cannot be converted: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        ) from error
     restore_digit_splitter(tokenizer, pre_tokenizer)
-    with written_whole(folder) as partial:
+    with written_whole(folder) as partial, quiet():
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
 
@@ -70,8 +67,8 @@ def restore_digit_splitter(tokenizer: Any, pre_tokenizer: str | None) -> None:
 def _pre_tokenizer(path: Path) -> str | None:
     try:
         field = GGUFReader(path).get_field("tokenizer.ggml.pre")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: not a GGUF file: {error}") from error
+    except (OSError, ValueError, LookupError, OverflowError) as error:
+        raise BadInput(f"{path}: not a GGUF file, or a damaged one") from error
     return None if field is None else str(field.contents())
 
 

@@ -1,48 +1,26 @@
 """From a name to a transformers causal LM and its tokenizer: hub id, local folder, GGUF file or the demo target."""
 
-import contextlib
 import os
 import socket
 import urllib.parse
 import urllib.request
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
 from huggingface_hub import constants as hub_constants
-from huggingface_hub.utils import enable_progress_bars
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from ..errors import BadInput, nearest
 from .demo import DEMO_NAME, demo_folder
 from .gguf import converted_folder
+from .quiet import one_line_errors, quiet
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars, loading reports and warnings; downloads keep their bars."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    enable_progress_bars()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def locate(name: str) -> str:
@@ -188,16 +166,6 @@ def refuse_unsupported(name: str, config: dict[str, Any], trust_remote_code: boo
         raise BadInput(f"{name}: unknown model_type {kind!r} in its config.json{nearest(str(kind), CONFIG_MAPPING)}")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise BadInput(f"{name}: a {kind} model is not a causal LM")
-
-
-@contextlib.contextmanager
-def one_line_errors(name: str) -> Iterator[None]:
-    """Turn what the loaders raise for bad files and unreachable hubs into one line that starts with `name`."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise BadInput(f"{name}: cannot be loaded: {line}") from error
 
 
 def load_exactly(model: torch.nn.Module, state: dict[str, torch.Tensor], name: str) -> None:

@@ -40,6 +40,8 @@ def test_cut_vocabulary_scores_kept_ids_and_embeds_all(family, request):
     full = draft_lm.expand(output.logits)
     assert torch.equal(full[..., KEPT], output.logits)
     assert full.isinf().sum(-1).eq(320 - len(KEPT)).all()
+    assert draft_lm.d2t is not None
+    assert draft_lm.t2d is not None
     assert torch.equal(torch.arange(len(KEPT)) + draft_lm.d2t, KEPT)
     assert torch.equal(draft_lm.t2d.nonzero().flatten(), KEPT)
     # The model it came from keeps its own tied head.
@@ -80,6 +82,7 @@ def test_cut_folder_round_trip_and_from_pretrained_refuses(family, request, targ
     save_draft_lm(draft_lm, folder, target_name="tiny", tokenizer=target.tokenizer)
     loaded = load_draft_lm(folder, target)
     assert torch.equal(loaded(IDS).logits, draft_lm(IDS).logits)
+    assert loaded.kept_ids is not None
     assert torch.equal(loaded.kept_ids, KEPT)
     manifest = json.loads((folder / "draftsmith.json").read_text())
     assert manifest["kind"] == "model"

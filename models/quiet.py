@@ -1,0 +1,44 @@
+"""What loading prints and raises, made fit for people: no noise, and one line for an error."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+
+from huggingface_hub.utils import enable_progress_bars
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from ..errors import BadInput
+
+
+def say(line: str) -> None:
+    """One line about what is going on, on stderr, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars, loading reports and warnings; downloads keep their bars."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def one_line_errors(name: str) -> Iterator[None]:
+    """Turn what the loaders raise for bad files and unreachable hubs into one line that starts with `name`."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BadInput(f"{name}: cannot be loaded: {line}") from error
