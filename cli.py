@@ -167,7 +167,6 @@ def export(
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf: a transformers model folder.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new folder.")],
-    target: Annotated[str | None, typer.Option(help="The target, where it has moved since training.")] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="REPORT.json", help="Measured acceptance for the model card.")
     ] = None,
@@ -180,7 +179,7 @@ def export(
     checks.check_new_folder(out, "--out")
     from .export import export as run
 
-    print(run(checkpoint, to, out, target=target, report=report))
+    print(run(checkpoint, to, out, report=report))
 
 
 @app.command()

@@ -1,7 +1,6 @@
 """The command line: what reaches the rooms below, and one line with exit status 2 for what is wrong."""
 
 import importlib.metadata
-import io
 import json
 import os
 import subprocess
@@ -12,10 +11,8 @@ from typing import Any
 
 import pytest
 from draftsmith import __version__, cli
-from draftsmith.cli_generate import pieces, show
 from draftsmith.errors import BadInput
 from draftsmith.recipe_io import load_recipe
-from rich.console import Console
 
 RECIPE = """\
 target: {model: some/target}
@@ -257,7 +254,7 @@ def test_the_verdict_of_an_audit_is_its_exit_status(run, below, passed, status):
 def test_export_hands_over_the_format(run, below):
     calls = below("export", "export", Path("new"))
     assert run("export", "drafter", "--to", "hf", "--out", "new", "--report", "file") == (0, "new\n", "")
-    assert calls == [SimpleNamespace(args=(Path("drafter"), "hf", Path("new")), target=None, report=Path("file"))]
+    assert calls == [SimpleNamespace(args=(Path("drafter"), "hf", Path("new")), report=Path("file"))]
 
 
 def test_recipes_are_listed_by_name_and_printed(run):
@@ -268,34 +265,6 @@ def test_recipes_are_listed_by_name_and_printed(run):
     status, out, _ = run("recipes", "distill_smollm2")
     assert status == 0
     assert out.startswith("# draftsmith train distill_smollm2\n")
-
-
-class Letters:
-    """A tokenizer by hand: ids are bytes of UTF-8; 0 is special; a leading space is lost, as SentencePiece does."""
-
-    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
-        text = bytes(i for i in ids if i).decode("utf-8", errors="replace")
-        return text.removeprefix(" ")
-
-
-def test_pieces_join_to_the_text_and_wait_for_whole_characters():
-    ids = [*"né €".encode(), 0]
-    found = list(pieces(Letters(), [(token, index % 2 == 0) for index, token in enumerate(ids)]))
-    assert [text for text, _ in found] == ["n", "é", " ", "€", ""]
-    assert found[0][1] is True
-    assert [text for text, _ in pieces(Letters(), [(226, False), (130, True)])] == ["\ufffd"], "an end inside one"
-
-
-def test_drafted_tokens_are_coloured_and_counted(capsys):
-    stats = SimpleNamespace(pooled=SimpleNamespace(emitted=3, drafted=4, accepted=1, target_calls=2))
-    steps = [
-        SimpleNamespace(tokens=[97, 98], drafted=[True, False], stats=stats),
-        SimpleNamespace(tokens=[99], drafted=[False], stats=stats),
-    ]
-    file = io.StringIO()
-    show(Letters(), steps, Console(file=file, force_terminal=True, color_system="standard", width=5))
-    assert file.getvalue() == "\x1b[32ma\x1b[0mbc\n"
-    assert "1 of 4 draft tokens accepted, 1.50 tokens a target pass" in capsys.readouterr().err
 
 
 def test_help_is_printed_without_torch():
