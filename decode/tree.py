@@ -53,6 +53,14 @@ class TreeLayout(NamedTuple):
         keep = sum(here <= depth for here in self.depths)  # the deeper ones come last
         return TreeLayout(self.parents[:keep], self.ranks[:keep], self.depths[:keep])
 
+    def without_gaps(self) -> "TreeLayout":
+        """The same shape with every node's children ranked 0, 1, ...: what drawn children need.
+
+        A rank may be left out among chosen children only. Of drawn ones the rule must see every draw, in order.
+        """
+        ranks = [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
+        return self._replace(ranks=tuple(ranks))
+
     @property
     def is_chain(self) -> bool:
         """Whether no node has a sibling."""

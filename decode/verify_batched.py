@@ -42,7 +42,7 @@ def verify(
     """
     options = checked_options(rule, rule_options)
     if rule == "block":
-        if not draft.is_chain:
+        if not (draft.is_chain or _hangs_in_line(draft)):
             raise BadInput("rule: block verification is defined on a chain, and this draft is a tree; use multi")
         return block_chain(draft, target_probs, uniforms)
     if rule in ("lossless", "multi") or (rule == "lenient" and judge_probs is None):
@@ -153,6 +153,12 @@ def probs_of_tokens(
     if draft.draft_probs is None:
         return of_target, torch.ones_like(of_target)
     return of_target, draft.draft_probs.gather(-1, ids).squeeze(-1).double()
+
+
+def _hangs_in_line(draft: Draft) -> bool:
+    """Whether a draft that was not marked as a chain is one all the same (read from the device)."""
+    in_line = draft.parents == torch.arange(-1, draft.parents.shape[1] - 1, device=draft.parents.device)
+    return bool((in_line | ~counted(draft)).all())
 
 
 def prefix(passes: Bool[Tensor, "batch nodes"], draft: Draft) -> Int[Tensor, "batch"]:

@@ -38,6 +38,7 @@ def test_paths_may_leave_out_ranks_but_not_parents() -> None:
     layout = as_layout([[0], [2], [2, 1]])
     assert (layout.parents, layout.ranks) == ((-1, -1, 1), (0, 2, 1))
     assert layout.num_children == (3, 0, 2, 0)
+    assert layout.without_gaps() == as_layout([[0], [1], [1, 0]])
     with pytest.raises(BadInput, match=r"\[1, 0\] needs its parent \[1\]"):
         as_layout([[0], [1, 0]])
 

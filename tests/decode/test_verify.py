@@ -155,6 +155,8 @@ def test_rules_and_options_are_checked_by_name() -> None:
     tree = Draft(torch.zeros(1, 2).long(), torch.tensor([[-1, -1]]))
     with pytest.raises(BadInput, match="chain"):
         verify("block", tree, torch.ones(1, 3, 2) / 2, torch.zeros(1, 3).double())
+    unmarked = tree._replace(parents=torch.tensor([[-1, 0]]))
+    assert int(verify("block", unmarked, torch.ones(1, 3, 2) / 2, torch.zeros(1, 3).double()).num_accepted) == 2
 
 
 def sampled(layout: TreeLayout, how: Drawing, rows: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
