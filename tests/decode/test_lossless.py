@@ -205,7 +205,7 @@ def check(rule: str, layout: TreeLayout, drafters: Sequence[Process], target: Pr
 
 @pytest.mark.parametrize("how", ["with_replacement", "chosen"])
 @pytest.mark.parametrize("rule", ["lossless", "block", "multi"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(drafter=processes(2), target=processes(3))
 def test_chain_emits_the_targets_distribution(rule: str, how: str, drafter: Process, target: Process) -> None:
     check(rule, CHAIN, [drafter], target, how)
@@ -213,13 +213,13 @@ def test_chain_emits_the_targets_distribution(rule: str, how: str, drafter: Proc
 
 @pytest.mark.parametrize("how", ["with_replacement", "without_replacement", "chosen"])
 @pytest.mark.parametrize("shape", list(TREES))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drafter=processes(2), target=processes(3))
 def test_tree_emits_the_targets_distribution(shape: str, how: str, drafter: Process, target: Process) -> None:
     check("lossless", TREES[shape], [drafter], target, how)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(first=processes(2), second=processes(2), target=processes(3))
 def test_chains_of_several_drafters_emit_the_targets_distribution(
     first: Process, second: Process, target: Process
@@ -227,7 +227,7 @@ def test_chains_of_several_drafters_emit_the_targets_distribution(
     check("multi", TREES["two chains"], [first, second], target, "with_replacement")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(drafter=processes(2), target=processes(3))
 def test_block_accepts_at_least_as_much_as_token_by_token(drafter: Process, target: Process) -> None:
     block = check("block", CHAIN, [drafter], target, "with_replacement")

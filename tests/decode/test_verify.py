@@ -196,7 +196,7 @@ def sampled(layout: TreeLayout, how: Drawing, rows: int, sampling: Sampling) -> 
 @pytest.mark.parametrize("widths", [[1, 1], [3, 2]])
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.0, top_k=4)])
 def test_two_tokens_are_jointly_the_targets(how: Drawing, widths: list[int], sampling: Sampling) -> None:
-    counts, expected = sampled(as_layout(widths), how, 40_000, sampling)
+    counts, expected = sampled(as_layout(widths), how, 25_000, sampling)
     assert (counts[expected == 0] == 0).all()
     rare = expected < 10
     observed = torch.cat([counts[~rare], counts[rare].sum().unsqueeze(0)]).double()
