@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..errors import BadInput
 from .folder import check_files, hash_files, read_manifest, write_manifest, written_whole
-from .head import OutputHead, parameters_read, split
+from .head import OutputHead, check_split, parameters_read, split
 from .loading import load_causal_lm, load_exactly
 from .lora import ADAPTER_CONFIG, has_lora, load_adapter, save_adapter, without_lora
 from .quiet import one_line_errors, quiet
@@ -260,7 +260,8 @@ def load_draft_lm(
     else:
         model = load_causal_lm(str(name), dtype, device, trust_remote_code)
         _check_vocabulary(str(name), model, target, trust_remote_code)
-        draft_lm = DraftLM(model, base_name=str(folder.resolve()) if folder.is_dir() else str(name))
+        check_split(model)
+        draft_lm = DraftLM(model, base_name=str(folder.resolve() if folder.exists() else name))
     if getattr(draft_lm.model, "_is_stateful", False):
         raise BadInput(f"{name}: keeps a recurrent state, which cannot be rolled back")
     return draft_lm.eval()
@@ -302,6 +303,8 @@ def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         raise BadInput(f"{folder}: holds a drafter of kind {manifest['kind']!r}, expected {KIND!r} (a draft model)")
     if missing := {"target", "tokenizer_hash", "vocab_size", "kept", "base", "sha256"} - manifest.keys():
         raise BadInput(f"{folder}/draftsmith.json: the key {min(missing)!r} is missing")
+    if not isinstance(manifest["kept"], int | None) or not isinstance(manifest["sha256"], dict):
+        raise BadInput(f"{folder}/draftsmith.json: kept must be a number or null, sha256 an object")
 
 
 def _check_vocabulary(name: str, model: PreTrainedModel, target: Target, trust_remote_code: bool) -> None:

@@ -25,7 +25,9 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
     Raises:
         BadInput: the place cannot be written to.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder}: cannot be written: there is a file of that name")
     partial, replaced = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     folder = Path(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT)
+        lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise BadInput(f"{folder}: cannot be written: {error.strerror or error}") from error
     try:

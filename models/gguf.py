@@ -1,6 +1,9 @@
 """GGUF files, converted once into plain model folders in the user's cache."""
 
+import contextlib
 import hashlib
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,9 @@ def convert(path: Path, folder: Path, tell: Callable[[str], None] = say) -> None
     """
     pre_tokenizer = _pre_tokenizer(path)
     tell(f"converting {path.name} into {folder} (once, a minute or so)")
-    with quiet(), one_line_errors(str(path)):
+    # The dequantizer draws its bar whatever it is told; off a terminal it would be a screenful of fragments.
+    bar = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    with quiet(), bar, one_line_errors(str(path)):
         # Without `dequantize` the weights stay packed and cannot be saved.
         model = AutoModelForCausalLM.from_pretrained(
             str(path.parent),

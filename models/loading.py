@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import BadInput, nearest
 from .demo import DEMO_NAME, demo_folder
+from .folder import read_manifest
 from .gguf import converted_folder
 from .quiet import one_line_errors, quiet
 
@@ -91,12 +92,13 @@ def load_causal_lm(
     """
     dtype, device = check_dtype(dtype), check_device(device)
     where = locate(str(name))
+    placed = device == "auto" or torch.device(device).type != "cpu"
     with quiet(), one_line_errors(str(name)):
         refuse_unsupported(str(name), read_config(where, str(name)), trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=dtype,
-            device_map="auto" if device == "auto" else None,
+            device_map=device if placed else None,  # straight to where it goes, without a copy on the CPU
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -104,7 +106,7 @@ def load_causal_lm(
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise BadInput(f"{name}: {len(missing)} weights are missing, the first is {missing[0]}")
-    return (model if device == "auto" else model.to(device)).eval()
+    return model.eval()
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -147,6 +149,11 @@ def check_device(device: str | torch.device | None) -> str | torch.device:
 
 def read_config(where: str, name: str) -> dict[str, Any]:
     """The raw ``config.json`` of a folder or hub id, without building anything from it."""
+    manifest = read_manifest(where) if os.path.isdir(where) else None
+    if manifest is not None and (manifest["kind"] != "model" or manifest.get("kept") or manifest.get("adapter")):
+        what = "with a cut vocabulary" if manifest.get("kept") else "that is an adapter"
+        what = what if manifest["kind"] == "model" else f"of kind {manifest['kind']!r}"
+        raise BadInput(f"{name}: a drafter {what}, not a model that stands alone")
     if os.path.isdir(where) and not os.path.isfile(os.path.join(where, "config.json")):
         raise BadInput(f"{name}: no config.json in this folder, so it holds no model")
     config, _ = PreTrainedConfig.get_config_dict(where)

@@ -1,6 +1,7 @@
 """What loading prints and raises, made fit for people: no noise, and one line for an error."""
 
 import contextlib
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars, loading reports and warnings; downloads keep their bars."""
+    """Silence the libraries' warnings and transformers' progress bars and reports; downloads keep their bars."""
+    disabled = logging.root.manager.disable
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    logging.disable(logging.WARNING)  # DeepSpeed, imported on the way, and the hub's client have loggers of their own
     transformers_logging.disable_progress_bar()
     enable_progress_bars()
     try:
@@ -29,6 +32,7 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        logging.disable(disabled)
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()

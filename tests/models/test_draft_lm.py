@@ -9,7 +9,7 @@ import torch
 from draftsmith.errors import BadInput
 from draftsmith.models.draft_lm import DraftLM, cut_vocabulary, load_draft_lm, save_draft_lm
 from draftsmith.models.lora import add_lora, has_lora, merge
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, load_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -87,6 +87,8 @@ def test_cut_folder_round_trip_and_from_pretrained_refuses(family, request, targ
     manifest = json.loads((folder / "draftsmith.json").read_text())
     assert manifest["kind"] == "model"
     assert manifest["kept"] == len(KEPT)
+    with pytest.raises(BadInput, match="a drafter with a cut vocabulary, not a model that stands alone"):
+        load_target(str(folder))
     with pytest.raises(ValueError, match="draftsmith_cut_vocabulary"):
         AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(Exception, match=r"model\.safetensors|draftsmith_cut_vocabulary"):
@@ -167,6 +169,9 @@ def test_tampered_folders_are_refused_in_one_line(tiny_llama, tokenizer_factory,
     folder, manifest, _ = saved("key")
     manifest.write_text(json.dumps({"format": 1, "kind": "model"}))
     refused(folder, "'base' is missing")
+    folder, manifest, _ = saved("types")
+    change_json(manifest, sha256=[])
+    refused(folder, "sha256 an object")
     folder, manifest, _ = saved("hash")
     change_json(manifest, tokenizer_hash="0" * 64)
     refused(folder, "not the one")
@@ -296,5 +301,7 @@ def test_killed_while_saving_leaves_a_whole_folder(tiny_llama, tmp_path):
 
 def test_unwritable_place(tiny_llama, tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="there is a file of that name"):
+        save_draft_lm(DraftLM(tiny_llama()), tmp_path / "file", target_name="t", tokenizer=None)
     with pytest.raises(BadInput, match="cannot be written"):
         save_draft_lm(DraftLM(tiny_llama()), tmp_path / "file" / "d", target_name="t", tokenizer=None)
