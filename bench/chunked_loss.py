@@ -18,10 +18,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from draftsmith.distill.chunked import DraftHead, chunked_loss
 from draftsmith.distill.chunked_targets import TargetHidden
 from draftsmith.distill.mixture import parse_mixture
-from torch import Tensor
 
 VERSIONS = ("plain", "chunked")
 MEMORY_BOUND, TIME_BOUND = 0.10, 1.1  # shares of the plain version that the chunked one may take

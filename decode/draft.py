@@ -1,7 +1,7 @@
 """What a drafter hands to the verifier, what it hears back, and the protocol it satisfies.
 
-A draft is a tree: tokens and the node each hangs on. A chain is the tree of width one. Nothing is registered and nothing
-is inherited: any object with these methods is a drafter.
+A draft is a tree: tokens and the node each hangs on. A chain is the tree of width one. Nothing is registered and
+nothing is inherited: any object with these methods is a drafter.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,16 @@ from torch import Tensor
 from .sampling import Sampling
 
 
+class Companions(NamedTuple):
+    """Tokens that ride along in the verification pass for their logits alone (a lookahead window, for one).
+
+    No rule sees them, none can be accepted, nothing counts them. Draft nodes do not attend to them.
+    """
+
+    tokens: Int[Tensor, "batch companions"]
+    parents: Int[Tensor, "batch companions"]  # among companions, smaller than the index; -1: the newest emitted token
+
+
 class Draft(NamedTuple):
     """Draft tokens of one step, rows of a batch side by side.
 
@@ -23,12 +33,13 @@ class Draft(NamedTuple):
 
     tokens: Int[Tensor, "batch nodes"]
     parents: Int[Tensor, "batch nodes"]  # index of the parent node, -1 for a child of the newest emitted token
-    # The distribution each node's token was drawn from, after the sampling transforms (siblings drawn without replacement
-    # share the one before any removal). None: chosen without chance, hence one-hot.
+    # The distribution each node's token was drawn from, after the sampling transforms (siblings drawn without
+    # replacement share the one before any removal). None: chosen without chance, hence one-hot.
     draft_probs: Float[Tensor, "batch nodes vocab"] | None = None
     lengths: Int[Tensor, "batch"] | None = None  # None: every row holds all nodes
     with_replacement: bool = True  # how siblings were drawn
     is_chain: bool = False  # node i hangs on node i - 1 in every row (set by `chain`): cheaper masks and rollback
+    companions: Companions | None = None
 
 
 def chain(tokens: Tensor, draft_probs: Tensor | None = None, lengths: Tensor | None = None) -> Draft:
@@ -36,6 +47,23 @@ def chain(tokens: Tensor, draft_probs: Tensor | None = None, lengths: Tensor | N
     batch, nodes = tokens.shape
     parents = torch.arange(-1, nodes - 1, device=tokens.device).expand(batch, nodes)
     return Draft(tokens, parents, draft_probs, lengths, is_chain=True)
+
+
+def from_lists(
+    tokens: Sequence[Sequence[int]], device: torch.device, parents: Sequence[Sequence[int]] | None = None
+) -> Draft:
+    """A draft chosen on the host, one list a row, of any lengths. `parents` None: chains."""
+    lengths = [len(row) for row in tokens]
+    width = max(lengths, default=0)
+
+    def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+        filled = [[*row, *[fill] * (width - len(row))] for row in rows]
+        return torch.tensor(filled, dtype=torch.long).view(len(filled), width).to(device)
+
+    counts = torch.tensor(lengths, device=device)
+    if parents is None or not width:
+        return chain(padded(tokens, 0), lengths=counts)
+    return Draft(padded(tokens, 0), padded(parents, -1), lengths=counts)
 
 
 class Verdict(NamedTuple):
@@ -66,9 +94,9 @@ class Accepted(NamedTuple):
 class TargetOutputs(NamedTuple):
     """What the target's last pass computed, for drafters that asked (``wants``).
 
-    The pass was fed, per row, the newest emitted token and the draft's nodes; in the call after the prefill, the prompt
-    without its last token. ``hidden_states[i]`` is indexed as transformers does: 0 the embeddings, i the output of layer i,
-    the last one after the final norm. Negative indices in ``wants`` count from the end.
+    The pass was fed, per row, the newest emitted token, the draft's nodes and its companions; in the call after the
+    prefill, the prompt without its last token. ``hidden_states[i]`` is indexed as transformers does: 0 the embeddings,
+    i the output of layer i, the last one after the final norm. Negative indices in ``wants`` count from the end.
     """
 
     tokens: Int[Tensor, "batch fed"]
@@ -81,12 +109,16 @@ class TargetOutputs(NamedTuple):
 class Drafter(Protocol):
     """Anything that proposes. It works on a batch at a time and owns its caches.
 
-    Optional attributes: ``wants``, a dict such as ``{"hidden_states": [-1]}`` or ``{"logits": True}``: what of the target's
-    pass ``observe`` needs; ``vocabulary``: the ids it can propose (None: all); ``num_parameters_read``: parameters read in
-    one pass (for mbsu); ``num_passes(num_tokens)``: its passes to draft that many (parallel heads: 1); and for alpha
-    ``teacher_forced_hidden(input_ids, attention_mask, hidden_states) -> [batch, length, size]``, what its first draft token
-    is predicted from after every position of right-padded rows, with
-    ``first_token_logits(hidden [n, size]) -> [n, vocab]``, -inf outside its vocabulary.
+    Optional attributes: ``wants``, a dict such as ``{"hidden_states": [-1]}`` or ``{"logits": True}``: what of the
+    target's pass ``observe`` needs; ``vocabulary``: the ids it can propose (None: all); ``num_parameters_read``:
+    parameters read in one pass (for mbsu); ``num_passes(num_tokens)``: its passes to draft that many (parallel heads:
+    1); and for alpha ``teacher_forced_hidden(input_ids, attention_mask, hidden_states) -> [batch, length, size]``, what
+    its first draft token is predicted from after every position of right-padded rows, with
+    ``first_token_logits(hidden [n, size]) -> [n, vocab]``, -inf outside its vocabulary. Called before ``start`` where
+    they exist: ``set_tree(layout or None)`` and ``set_confidence(confidence or None)`` (see `confidence.py`).
+
+    A step may draft nothing, because no row has room or the length policy says so. ``propose`` is not called then, and
+    ``observe`` follows ``observe``.
     """
 
     def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:

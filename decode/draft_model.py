@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..models.draft_lm import DraftLM
+from .confidence import Confidence, Stopping
 from .draft import Accepted, Draft, TargetOutputs, chain
 from .draft_tree import GrownTree, draws_needed, grow_tree, in_layout
 from .forward import CachedLM
@@ -18,8 +19,9 @@ from .tree import TreeLayout
 class DraftModel:
     """A causal LM (transformers' or a :class:`DraftLM`) that shares the target's tokenizer.
 
-    Its cache holds what was emitted except the newest tokens: one after a rejection, two when the whole draft was accepted
-    (the last draft token was never fed), so the first pass of a step feeds one or two tokens a row.
+    Its cache holds what was emitted except the newest tokens: one after a rejection, two when the whole draft was
+    accepted (the last draft token was never fed), one more for every step that drafted nothing. The first pass of a
+    step feeds them.
     """
 
     def __init__(self, model: Any, vocab_size: int):
@@ -28,6 +30,7 @@ class DraftModel:
         self.vocab_size = vocab_size
         self.vocabulary: Tensor | None = self.lm.kept_ids
         self.tree: TreeLayout | None = None
+        self.confidence: Confidence | None = None
 
     @property
     def module(self) -> DraftLM:
@@ -47,14 +50,19 @@ class DraftModel:
         """Draft this tree from now on; None: chains."""
         self.tree = layout
 
+    def set_confidence(self, confidence: Confidence | None) -> None:
+        """End chains by its own probabilities from now on; None: never."""
+        self.confidence = confidence
+
     def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:
         """Take right-padded prompts; all but their last token goes into the cache."""
         lengths = attention_mask.sum(1)
         self.cached = CachedLM(self.lm, input_ids.shape[0])
         self.cached.prefill(self._known(input_ids[:, :-1]), [int(n) - 1 for n in lengths.tolist()])
-        self.newest = input_ids.gather(1, lengths[:, None] - 1)  # [batch, 1 or 2], right-padded
+        self.newest = input_ids.gather(1, lengths[:, None] - 1)  # [batch, n], right-padded
         self.newest_counts = torch.ones_like(lengths)
         self.newest_host = [1] * input_ids.shape[0]
+        self.caught_up = False  # whether `newest` has been fed
         self.depth_fed = 0
         self.grown: GrownTree | None = None
 
@@ -63,25 +71,9 @@ class DraftModel:
         logits = self._catch_up()
         self.grown = None
         if self.tree is not None:
-            return self._propose_tree(self.tree.truncated(num_tokens), logits, sampling, generators)
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        uniforms = None if sampling.temperature == 0 else self._uniforms(num_tokens, generators)
-        for i in range(num_tokens):
-            if sampling.temperature == 0:
-                token = self._to_target_ids(logits.argmax(-1))
-            else:
-                assert uniforms is not None
-                kept = probabilities(logits, sampling)
-                token = self._to_target_ids(draw(kept, uniforms[:, i]))
-                probs.append(self._spread(kept))
-            tokens.append(token)
-            if i + 1 < num_tokens:
-                out = self.cached.feed(self._known(token[:, None]))
-                assert out.logits is not None
-                logits = self._scored(out.logits[:, 0])
-                self.depth_fed += 1
-        return chain(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+            layout = self.tree if sampling.temperature == 0 else self.tree.without_gaps()
+            return self._propose_tree(layout.truncated(num_tokens), logits, sampling, generators)
+        return self._propose_chain(num_tokens, logits, sampling, generators)
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
         """Keep the accepted part of what was fed; remember what must be fed next."""
@@ -98,10 +90,11 @@ class DraftModel:
         width = max(1, *missing_host)
         at = (kept[:, None] + torch.arange(width, device=kept.device)).clamp(max=accepted.tokens.shape[1] - 1)
         emitted = accepted.tokens.gather(1, at).clamp(min=0)
-        self.newest = emitted
-        self.newest_counts = accepted.lengths - kept
-        self.newest_host = missing_host
-        self.depth_fed = 0
+        counts = accepted.lengths - kept
+        if not self.caught_up:  # the step drafted nothing: what was to be fed still is
+            emitted, counts, missing_host = self._appended(emitted, counts, missing_host)
+        self.newest, self.newest_counts, self.newest_host = emitted, counts, missing_host
+        self.caught_up, self.depth_fed = False, 0
 
     @torch.no_grad()
     def teacher_forced_hidden(
@@ -120,15 +113,56 @@ class DraftModel:
         return logits.new_full((len(hidden), self.vocab_size), -torch.inf).index_copy_(-1, self.vocabulary, logits)
 
     def _catch_up(self) -> Tensor:
-        """Feed what was emitted since the last step; returns the logits for the first draft token, ``[batch, vocab]``."""
+        """Feed what was emitted since the last draft; returns the logits for the first token, ``[batch, vocab]``."""
         out = self.cached.feed(self._known(self.newest))
         assert out.logits is not None
         self.cached.keep(self.newest_counts, self.newest_host)
+        self.caught_up = True
         last = (self.newest_counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.logits.shape[-1])
         return self._scored(out.logits.gather(1, last)[:, 0])
 
+    def _appended(self, tokens: Tensor, counts: Tensor, host_counts: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """`newest` and further tokens, row by row."""
+        host = [old + new for old, new in zip(self.newest_host, host_counts, strict=True)]
+        at = torch.arange(max(1, *host), device=tokens.device).expand(len(host), -1)
+        before = self.newest.gather(1, at.clamp(max=self.newest.shape[1] - 1))
+        further = (at - self.newest_counts[:, None]).clamp(min=0, max=tokens.shape[1] - 1)
+        joined = torch.where(at < self.newest_counts[:, None], before, tokens.gather(1, further))
+        return joined, self.newest_counts + counts, host
+
     def _scored(self, logits: Tensor) -> Tensor:
         return logits if self.vocabulary is not None else logits[..., : self.vocab_size]
+
+    def _propose_chain(
+        self, num_tokens: int, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
+    ) -> Draft:
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        uniforms = None if sampling.temperature == 0 else self._uniforms(num_tokens, generators)
+        stopping = None if self.confidence is None else Stopping(self.confidence, self.newest_counts == 0)
+        for i in range(num_tokens):
+            if i:
+                logits = self._feed_next(tokens[-1])
+            kept = None if uniforms is None else probabilities(logits, sampling)
+            confident = None if stopping is None else logits.float().softmax(-1) if kept is None else kept
+            if stopping is not None and confident is not None and stopping.before(confident):
+                break
+            if kept is None or uniforms is None:
+                choice = logits.argmax(-1)
+            else:
+                choice = draw(kept, uniforms[:, i])
+                probs.append(self._spread(kept))
+            tokens.append(self._to_target_ids(choice))
+            if stopping is not None and confident is not None and stopping.after(confident, choice):
+                break
+        drafted = torch.stack(tokens, 1) if tokens else self.newest[:, :0]
+        return chain(drafted, torch.stack(probs, 1) if probs else None, None if stopping is None else stopping.lengths)
+
+    def _feed_next(self, token: Int[Tensor, "batch"]) -> Tensor:
+        out = self.cached.feed(self._known(token[:, None]))
+        assert out.logits is not None
+        self.depth_fed += 1
+        return self._scored(out.logits[:, 0])
 
     def _propose_tree(
         self, layout: TreeLayout, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]

@@ -167,16 +167,16 @@ class CachedLM:
         positions = torch.where(node < 0, keys[None], self.lengths[:, None] + self.pending_depth.gather(1, at))
         return kept | (visible & inside[:, None, :]), positions
 
-    def _run(self, tokens: Tensor, positions: Tensor, seen: Tensor, key_positions: Tensor, want_logits: bool) -> Outputs:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, seen: Tensor, key_positions: Tensor, want_logits: bool
+    ) -> Outputs:
         extra: dict[str, Any] = {}
         if self._layers:
             extra["output_hidden_states"] = True
         if self._keeps_logits and not want_logits:
             extra["logits_to_keep"] = 1
-        if self._limit is not None:
-            positions_fed = positions.clamp(max=self._limit - 1)  # only padding lies beyond the limit
-        else:
-            positions_fed = positions
+        # Only padding lies beyond the limit, but a table of positions has no row for it.
+        positions_fed = positions if self._limit is None else positions.clamp(max=self._limit - 1)
         out = self.model(
             input_ids=tokens,
             attention_mask=attention_masks(
@@ -242,7 +242,9 @@ def _windows(config: Any) -> dict[str, int | None]:
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise BadInput(f"layers of type {unknown[0]!r} keep a state that cannot be rolled back: the model cannot verify drafts")
+        raise BadInput(
+            f"layers of type {unknown[0]!r} keep a state that cannot be rolled back: the model cannot verify drafts"
+        )
     if not kinds:
         # Mistral and Phi-3 have one window for all layers and name no layer types.
         uses_window = window is not None and getattr(config, "use_sliding_window", True)

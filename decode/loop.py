@@ -8,8 +8,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..models.target import Target, as_target
-
+from .confidence import set_confidence
 from .drafters import as_drafter
+from .lengths import LengthPolicy, as_length_policy, stop_by
 from .prompts import Prompts, right_padded
 from .sampling import Sampling
 from .stats import Stats
@@ -33,7 +34,7 @@ def speculative_generate(
     input_ids: Int[Tensor, "batch prompt"],
     attention_mask: Int[Tensor, "batch prompt"] | None = None,
     max_new_tokens: int = 64,
-    num_speculative_tokens: int = 4,
+    num_speculative_tokens: int | str | LengthPolicy = 4,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -50,11 +51,14 @@ def speculative_generate(
 
     Args:
         target: what ``load_target`` returned, or a transformers causal LM.
-        drafter: what ``load_drafter`` returned, a transformers causal LM with the same tokenizer, the name of a drafter that
-            needs no training, any object that satisfies the ``Drafter`` protocol, or None for plain decoding.
+        drafter: what ``load_drafter`` returned, a transformers causal LM with the same tokenizer, the name of a drafter
+            that needs no training, any object that satisfies the ``Drafter`` protocol, or None for plain decoding.
         input_ids: prompts; padding (on either side) is where `attention_mask` is 0. An empty row starts from BOS.
         max_new_tokens: tokens to emit at most, per row. Rows also end at the target's context limit.
-        num_speculative_tokens: draft tokens a step (a tree has its own depth).
+        num_speculative_tokens: draft tokens a step (a tree has its own depth), or what decides them for each row and
+            step: ``"heuristic"``, ``"confidence"``, ``"auto"`` (with options, ``"confidence:threshold=0.3"``), or a
+            ``LengthPolicy``. ``"auto"`` first measures the pair, once, which takes a second or more. What it measured
+            decides which numbers a sample is drawn with: give an ``AutoLength`` its costs to reproduce one elsewhere.
         temperature, top_k, top_p, min_p, repetition_penalty: the sampling transforms; temperature 0 is greedy.
         eos_token_id: ids that end a row; None: the target's own; an empty list: none.
         rule: the verification rule; with a tree, ``lossless`` means ``multi``.
@@ -63,7 +67,8 @@ def speculative_generate(
         stop_strings: a row ends with the token that completes one of these (needs the target's tokenizer).
 
     Raises:
-        BadInput: a prompt longer than the context, an unknown rule or drafter, a tree for a drafter that has no branches.
+        BadInput: a prompt longer than the context, an unknown rule, drafter or length policy, a tree for a drafter that
+            has no branches, confidence for one that has no probabilities.
     """
     target = as_target(target)
     prompts = right_padded(input_ids, attention_mask, target)
@@ -97,7 +102,7 @@ def decode_steps(
     *,
     sampling: Sampling,
     max_new_tokens: int,
-    num_speculative_tokens: int = 4,
+    num_speculative_tokens: int | str | LengthPolicy = 4,
     eos_token_id: int | Sequence[int] | None = None,
     rule: str = "lossless",
     rule_options: dict[str, Any] | None = None,
@@ -105,28 +110,35 @@ def decode_steps(
     seed: int | Sequence[int] = 0,
     stop_strings: Sequence[str] | None = None,
 ) -> Iterator[Step]:
-    """The steps of :func:`speculative_generate`, one by one as they are decoded (for streaming and for training online)."""
+    """The steps of :func:`speculative_generate`, one by one as they are decoded (to stream, and to train online)."""
     layout = None if tree is None else as_layout(tree)
+    made = as_drafter(drafter, target, layout)
+    policy = as_length_policy(num_speculative_tokens, target, made, prompts, layout)
+    if made is not None:
+        confidence, needed = stop_by(policy, rule, rule_options or {})
+        set_confidence(made, confidence, layout is not None, needed)
     decoding = Decoding(
         target,
-        as_drafter(drafter, target, layout),
+        made,
         prompts,
         sampling=sampling,
         rule="multi" if layout is not None and rule == "lossless" else rule,
         options=dict(rule_options or {}),
         streams=RowStreams(row_seeds(seed, len(prompts.lengths))),
         ends=Ends(_eos_ids(eos_token_id, target), StopStrings.of(target, stop_strings)),
+        policy=policy,
         max_new_tokens=max_new_tokens,
     )
-    depth = num_speculative_tokens if layout is None else layout.depth
     while decoding.unfinished():
-        draft = decoding.draft(depth)
+        draft = decoding.draft()
         outputs = decoding.verification_pass(draft)
         verdict = decoding.judge(draft, outputs.logits)
         yield decoding.emit(draft, outputs, verdict)
 
 
-def plain_generate(target: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **settings: Any) -> SpeculativeOutput:
+def plain_generate(
+    target: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **settings: Any
+) -> SpeculativeOutput:
     """Plain decoding: :func:`speculative_generate` without a drafter, one token a pass. Same settings, same cache."""
     return speculative_generate(target, None, input_ids, attention_mask, **settings)
 

@@ -74,7 +74,7 @@ def _pack(layer: nn.Module) -> None:
     plain = layer.forward
 
     def forward(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad or x.dtype is not torch.float32:
+        if (torch.is_grad_enabled() and x.requires_grad) or x.dtype is not torch.float32:
             return plain(x)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 

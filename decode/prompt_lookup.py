@@ -34,7 +34,9 @@ class PromptLookup:
         found = [self._continuation(row, ends, num_tokens) for row, ends in zip(self.rows, self.ends, strict=True)]
         lengths = [len(tokens) for tokens in found]
         width = max(lengths, default=0)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long).view(len(found), width)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long).view(
+            len(found), width
+        )
         return chain(tokens.to(self.device), lengths=torch.tensor(lengths, device=self.device))
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:

@@ -33,7 +33,9 @@ class SeenTokens:
         hits.scatter_add_(1, tokens.clamp(min=0), (tokens >= 0).int())
         self.seen = self.seen | (hits > 0)
 
-    def penalised(self, logits: Float[Tensor, "batch fed vocab"], draft: Draft | None) -> Float[Tensor, "batch fed vocab"]:
+    def penalised(
+        self, logits: Float[Tensor, "batch fed vocab"], draft: Draft | None
+    ) -> Float[Tensor, "batch fed vocab"]:
         """Logits after the penalty. Position 0 follows the newest token, position 1 + i follows node i of the draft."""
         seen = self.seen[:, None].expand(-1, logits.shape[1], -1)
         if draft is not None:

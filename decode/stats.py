@@ -100,4 +100,3 @@ def add_up(lists: list[list[int]]) -> list[int]:
     """Element-wise sum of lists of different lengths."""
     width = max((len(values) for values in lists), default=0)
     return [sum(values[i] for values in lists if i < len(values)) for i in range(width)]
-

@@ -9,14 +9,15 @@ from torch import Tensor
 from ..models.target import Target
 from .draft import Accepted, Draft, Drafter, TargetOutputs, Verdict, wants
 from .forward import CachedLM, Outputs
+from .lengths import LengthPolicy
 from .prompts import Prompts
+from .rules import LOSSLESS, rule_options
 from .sampling import Sampling, draw, probabilities
 from .seen import SeenTokens
 from .stats import RowStats, Stats
 from .stop import StopStrings
 from .streams import RowStreams
-from .tree import depths
-from .rules import LOSSLESS, rule_options
+from .tree import ancestors, depths
 from .verify_batched import verify, verify_greedy
 
 
@@ -40,7 +41,7 @@ class Ends(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step emitted, per row: ids, how many of them (from the left) were draft tokens, and the counts so far."""
+    """What one step emitted, per row: ids, how many of them (from the left) were drafted, and the counts so far."""
 
     tokens: list[list[int]]
     num_from_draft: list[int]
@@ -62,13 +63,17 @@ class Decoding:
         options: dict[str, Any],
         streams: RowStreams,
         ends: Ends,
+        policy: LengthPolicy,
         max_new_tokens: int,
     ):
         self.drafter, self.sampling, self.streams, self.ends = drafter, sampling, streams, ends
         self.rule, self.rule_options = rule, rule_options(rule, options)
+        self.policy = policy
+        self.most: list[int] = []  # draft tokens that each row may hold in the newest step
         self.depth = 0  # of the newest draft, at most
         self.wants = {} if drafter is None else wants(drafter)
         batch = len(prompts.lengths)
+        self.policy.start(batch)
         limit = target.context_limit
         # What each row may still emit; 0 once it has finished.
         self.room = [
@@ -93,33 +98,41 @@ class Decoding:
         return any(self.room)
 
     @torch.no_grad()
-    def draft(self, num_tokens: int) -> Draft | None:
-        """The drafter's proposal, shortened where a row has less room; None when there is nothing to verify."""
+    def draft(self) -> Draft | None:
+        """The drafter's proposal, cut to what each row may hold; None when there is nothing to verify."""
         self.streams.next_step()
-        num_tokens = min(num_tokens, max(self.room) - 1)  # the pass itself emits one more
-        if self.drafter is None or num_tokens < 1:
+        wanted = self.policy.lengths()
+        # The pass itself emits one more.
+        self.most = [max(min(length, room - 1), 0) for length, room in zip(wanted, self.room, strict=True)]
+        self.depth = max(self.most)
+        if self.drafter is None or self.depth < 1:
             return None
-        self.depth = num_tokens
-        draft = self.drafter.propose(num_tokens, self.sampling, self.streams.drafting)
-        if draft.tokens.shape[1] == 0:
+        draft = self.drafter.propose(self.depth, self.sampling, self.streams.drafting)
+        if draft.tokens.shape[1] == 0 and draft.companions is None:
             return None
         return self._shortened(draft)
 
     @torch.no_grad()
     def verification_pass(self, draft: Draft | None) -> Outputs:
-        """One target pass over each row's newest token and its draft."""
+        """One target pass over each row's newest token, its draft and the draft's companions."""
         if draft is None:
             return self.lm.feed(self.newest)
         fed = torch.cat([self.newest, draft.tokens.clamp(min=0)], dim=1)
-        if draft.is_chain:
+        if draft.is_chain and draft.companions is None:
             return self.lm.feed(fed)
         parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=-1)
+        if draft.companions is not None:
+            nodes, beside = draft.tokens.shape[1], draft.companions.parents
+            parents = torch.cat([parents, torch.where(beside < 0, 0, beside + 1 + nodes)], 1)
+            fed = torch.cat([fed, draft.companions.tokens], 1)
         return self.lm.feed(fed, parents)
 
     @torch.no_grad()
     def judge(self, draft: Draft | None, logits: Float[Tensor, "batch fed vocab"] | None) -> Verdict:
         """Which draft tokens stay and what follows them."""
         assert logits is not None
+        if draft is not None:
+            logits = logits[:, : 1 + draft.tokens.shape[1]]  # companions come last
         greedy = self.sampling.temperature == 0
         if self.seen is not None:
             logits = self.seen.penalised(logits, draft)
@@ -131,10 +144,8 @@ class Decoding:
             return verify_greedy(draft, logits.argmax(-1), depth=self.depth)
         uniforms = self.streams.uniforms(logits.shape[1], logits.device)
         judge_probs = None
-        if self.rule not in LOSSLESS:
-            # Lossy rules weigh probabilities, which the one-hot limit would erase.
-            at_one = self.sampling._replace(temperature=1.0) if greedy else self.sampling
-            judge_probs = probabilities(logits, at_one._replace(repetition_penalty=1.0))
+        if greedy:  # a lossy rule: it weighs probabilities, which the one-hot limit would erase
+            judge_probs = probabilities(logits, Sampling(temperature=1.0))
         return verify(
             self.rule,
             draft,
@@ -149,6 +160,7 @@ class Decoding:
     def emit(self, draft: Draft | None, outputs: Outputs, verdict: Verdict) -> Step:
         """Emit what was decided, up to EOS, stop string or limit; roll back target and drafter to it."""
         emitted, counts, drafted, nodes = self._read(draft, verdict)
+        self.policy.observe(drafted, counts)
         new, from_draft = [], []
         for row, tokens in enumerate(emitted):
             new.append(self._emit_row(row, tokens[: counts[row] + 1], drafted[row], nodes[row]))
@@ -178,12 +190,15 @@ class Decoding:
         return probabilities(logits, self.sampling._replace(repetition_penalty=1.0))
 
     def _shortened(self, draft: Draft) -> Draft:
+        """What a row may hold was decided before anything was drawn, so that this cut does not bias what is emitted."""
         nodes = draft.tokens.shape[1]
-        room = [max(room - 1, 0) for room in self.room]
-        if not draft.is_chain or min(room) >= nodes:
+        if min(self.most) >= (nodes if draft.is_chain else self.depth):
             return draft
-        # A fixed cut, whatever was drawn: it does not bias what is emitted.
-        most = torch.tensor(room, device=draft.tokens.device).clamp(max=nodes)
+        most = torch.tensor(self.most, device=draft.tokens.device)
+        if draft.is_chain:
+            most = most.clamp(max=nodes)
+        else:  # up to the first node that is too deep: nodes come in topological order
+            most = (ancestors(draft.parents).sum(-1) <= most[:, None]).long().cumprod(1).sum(1)
         return draft._replace(lengths=most if draft.lengths is None else torch.minimum(draft.lengths, most))
 
     def _emitted_tokens(self, draft: Draft | None, verdict: Verdict) -> Tensor:
@@ -233,4 +248,8 @@ class Decoding:
             if draft.lengths is not None:
                 inside = torch.arange(nodes, device=tokens.device)[None] < draft.lengths[:, None]
             valid = torch.cat([valid, inside], 1)
+            if draft.companions is not None:
+                beside = draft.companions.tokens
+                tokens = torch.cat([tokens, beside], 1)
+                valid = torch.cat([valid, torch.ones_like(beside, dtype=torch.bool)], 1)
         return TargetOutputs(tokens, valid, outputs.hidden_states, outputs.logits)

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
 from draftsmith import __version__, cli
 from draftsmith.errors import BadInput
 from draftsmith.recipe_io import load_recipe

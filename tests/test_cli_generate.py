@@ -4,10 +4,11 @@ import io
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
+
 from draftsmith.cli_generate import pieces, show, stream
 from draftsmith.errors import BadInput
 from draftsmith.eval.options import GenerateOptions
-from rich.console import Console
 
 
 class Letters:

@@ -2,6 +2,7 @@ import io
 import sys
 
 import pytest
+
 from draftsmith import progress
 from draftsmith.progress import duration, stage
 

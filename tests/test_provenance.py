@@ -2,6 +2,7 @@ import json
 
 import pytest
 import yaml
+
 from draftsmith.errors import BadInput
 from draftsmith.provenance import Provenance, check_unchanged, open_run, versions
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 import typer
 import yaml
+from pydantic import BaseModel
+
 from draftsmith.cli import app
 from draftsmith.recipe import Recipe
 from draftsmith.recipe_io import load_recipe, shipped_recipes
-from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,13 +5,14 @@ from typing import Annotated, Literal
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Discriminator, Tag, ValidationError
+
 from draftsmith.errors import BadInput
 from draftsmith.recipe import Recipe, Section
 from draftsmith.recipe_errors import dotted_keys, error_lines
 from draftsmith.recipe_io import load_recipe, recipe_diff, resolved_yaml
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import Discriminator, Tag, ValidationError
 
 TEXT = """\
 # draftsmith train example.yaml

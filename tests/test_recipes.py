@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from draftsmith import recipes
 from draftsmith.recipe_io import described_recipes, load_recipe, recipe_text, shipped_recipes
 

@@ -4,6 +4,7 @@ import random
 from itertools import islice
 
 import pytest
+
 from draftsmith.data.batches import TokenBatches, epoch_order, split_by_rank
 from draftsmith.data.chats import Encoded
 from draftsmith.data.encoded_set import EncodedSet

@@ -3,6 +3,9 @@
 from itertools import groupby
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
 from draftsmith.data.chats import (
     Encoded,
     encode_chat,
@@ -13,8 +16,6 @@ from draftsmith.data.chats import (
     user_header,
 )
 from draftsmith.errors import BadInput
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 CHAT = [
     {"role": "user", "content": "What is seven times eight?"},

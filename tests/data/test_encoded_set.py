@@ -1,6 +1,7 @@
 """Sets of encoded examples: content, counts, and what was dropped."""
 
 import pytest
+
 from draftsmith.data.chats import Encoded, encode_chat, encode_text
 from draftsmith.data.encoded_set import EncodedSet, encode_examples
 from draftsmith.data.sources import Example

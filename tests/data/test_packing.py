@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.data.chats import Encoded
 from draftsmith.data.packing import block_mask, pack, plan_rows
 from draftsmith.errors import BadInput
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def encoded(length: int, first: int = 1) -> Encoded:

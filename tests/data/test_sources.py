@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+
 from draftsmith.data.sources import Example, examples_hash, read_examples, shipped_evaluation
 from draftsmith.errors import BadInput
 

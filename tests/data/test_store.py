@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.data.store import ArraySpec, Store, StoredSequence, bytes_per_row, hidden_arrays, top_k_arrays
 from draftsmith.data.store_writer import StoreWriter, rebuild
 from draftsmith.errors import BadInput
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FINGERPRINT = {"target": "a1", "tokenizer": "b2", "settings": {"temperature": 0.7}}
 ARRAYS = hidden_arrays(4) | top_k_arrays(2)

@@ -23,7 +23,7 @@ def model(request):
 
 
 def test_rolled_back_rows_give_the_logits_of_a_fresh_pass(model):
-    """Three rows of different lengths accept different numbers of tokens, past the sliding window of the models that have one."""
+    """Three rows of different lengths accept different numbers of tokens, past the sliding windows too."""
     rows = [random_tokens(n, seed=n) for n in (5, 9, 2)]
     lm = CachedLM(model, batch_size=3)
     ids = torch.zeros(3, 9, dtype=torch.long)
@@ -57,7 +57,9 @@ def test_a_tree_gives_every_node_the_logits_of_its_own_path(model):
         torch.testing.assert_close(out.logits[row, node], expected, atol=2e-5, rtol=1e-4)
     lm.keep_paths(torch.tensor([[0, 2, 4], [0, -1, -1]]), torch.tensor([3, 1]), [3, 1])
     out = lm.feed(torch.tensor([[31], [32]]))
-    torch.testing.assert_close(out.logits[0, -1], plain_logits(model, [*rows[0], 11, 13, 15, 31])[-1], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        out.logits[0, -1], plain_logits(model, [*rows[0], 11, 13, 15, 31])[-1], atol=2e-5, rtol=1e-4
+    )
     torch.testing.assert_close(out.logits[1, -1], plain_logits(model, [*rows[1], 21, 32])[-1], atol=2e-5, rtol=1e-4)
 
 

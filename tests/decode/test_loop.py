@@ -64,7 +64,9 @@ def test_greedy_output_is_plain_greedy_output(family, tree, request):
 
 def test_a_drafter_that_is_the_target_is_always_accepted(tiny_gemma3):
     target = tiny_gemma3()
-    out = speculative_generate(target, tiny_gemma3(), torch.tensor([prompt_of(5, 1)]), max_new_tokens=25, eos_token_id=[])
+    out = speculative_generate(
+        target, tiny_gemma3(), torch.tensor([prompt_of(5, 1)]), max_new_tokens=25, eos_token_id=[]
+    )
     assert out.stats.accepted == out.stats.drafted == 20
     assert out.stats.target_calls == 5
     assert out.stats.block_efficiency == 5.0
@@ -182,7 +184,12 @@ class TestEnds:
         eos = free[2]
         first = free.index(eos) + 1
         out = speculative_generate(
-            target, tiny_llama(seed=1), torch.tensor([prompt]), max_new_tokens=20, num_speculative_tokens=7, eos_token_id=eos
+            target,
+            tiny_llama(seed=1),
+            torch.tensor([prompt]),
+            max_new_tokens=20,
+            num_speculative_tokens=7,
+            eos_token_id=eos,
         )
         assert self.emitted(out, 0, prompt) == free[:first]
         stats = out.stats.rows[0]
@@ -204,7 +211,12 @@ class TestEnds:
     def test_a_limit_below_the_draft_is_exact(self, most, tiny_llama):
         target, prompt = tiny_llama(seed=1), prompt_of(5, 2)
         out = speculative_generate(
-            target, tiny_llama(seed=1), torch.tensor([prompt]), max_new_tokens=most, num_speculative_tokens=4, eos_token_id=[]
+            target,
+            tiny_llama(seed=1),
+            torch.tensor([prompt]),
+            max_new_tokens=most,
+            num_speculative_tokens=4,
+            eos_token_id=[],
         )
         assert out.tokens[0].tolist() == naive_greedy(target, prompt, most)
         assert out.stats.emitted == most
@@ -225,7 +237,7 @@ class TestEnds:
     def test_an_empty_prompt_starts_from_bos(self, tiny_llama):
         target = tiny_llama(seed=1, bos_token_id=3)
         out = speculative_generate(
-            target, tiny_llama(seed=2), torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), eos_token_id=[]
+            target, tiny_llama(seed=2), *[torch.zeros(1, 4, dtype=torch.long)] * 2, eos_token_id=[]
         )
         assert out.tokens[0].tolist() == naive_greedy(target, [3], 64)
         with pytest.raises(BadInput, match="BOS"):

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.decode.draft import Draft, Verdict
 from draftsmith.decode.tree import TreeLayout, as_layout, compact
 from draftsmith.decode.verify_batched import verify
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TOP = 1 - 2.0**-53  # the largest uniform number
 VOCAB = 3

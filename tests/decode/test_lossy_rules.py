@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.decode import verify_lossy as reference
 from draftsmith.decode.draft import Draft, Verdict, chain
 from draftsmith.decode.verify_batched import verify
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 VOCAB = 6
 PROBS = [0.5, 0.3, 0.15, 0.05]

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from draftsmith.decode.sampling import Sampling, apply, check_sampling, draw, probabilities
-from draftsmith.errors import BadInput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -15,6 +13,9 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from draftsmith.decode.sampling import Sampling, apply, check_sampling, draw, probabilities
+from draftsmith.errors import BadInput
 
 
 def as_transformers(logits: torch.Tensor, sampling: Sampling, context: torch.Tensor | None = None) -> torch.Tensor:

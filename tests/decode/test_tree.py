@@ -5,6 +5,9 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from draftsmith.decode.draft import Draft
 from draftsmith.decode.tree import (
     TreeLayout,
@@ -16,8 +19,6 @@ from draftsmith.decode.tree import (
 )
 from draftsmith.decode.tree_search import best_tree, expected_accepted, grow_layer, select_nodes, tree_from_accuracies
 from draftsmith.errors import BadInput
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def test_widths_and_paths_give_the_same_layout() -> None:

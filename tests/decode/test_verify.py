@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
 from draftsmith.decode import verify as reference
 from draftsmith.decode.draft import Draft, chain
 from draftsmith.decode.rules import RULES, rule_options
@@ -9,9 +13,6 @@ from draftsmith.decode.sampling import Sampling, draw, probabilities
 from draftsmith.decode.tree import Drawing, TreeLayout, as_layout, compact, draw_children
 from draftsmith.decode.verify_batched import verify, verify_greedy
 from draftsmith.errors import BadInput
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 VOCAB = 7
 

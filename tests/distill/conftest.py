@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from draftsmith.distill import chunked
 from draftsmith.distill.chunked import DraftHead, LossSum, chunked_loss
 from draftsmith.distill.chunked_targets import TargetHidden, TargetTopK
 from draftsmith.distill.mixture import Mixture
-from torch import Tensor, nn
 
 
 @dataclass

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
 from draftsmith.distill import chunked
 from draftsmith.distill.chunked import chunked_loss
 from draftsmith.distill.chunked_targets import TargetHidden
 from draftsmith.distill.mixture import OPTIONS, parse_mixture
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
 
 MakeCase = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("small_blocks")

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from draftsmith.distill import losses
 from draftsmith.distill.chunked import DraftHead, chunked_loss
 from draftsmith.distill.chunked_targets import TargetHidden, TargetTopK, draft_bucket_log_probs
 from draftsmith.distill.mixture import OPTIONS, parse_mixture
 from draftsmith.errors import BadInput
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 MakeCase = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("small_blocks")

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.distill import losses
-from draftsmith.distill.mixture import OPTIONS, Mixture, Term, parse_mixture
-from draftsmith.errors import BadInput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from draftsmith.distill import losses
+from draftsmith.distill.mixture import OPTIONS, Mixture, Term, parse_mixture
+from draftsmith.errors import BadInput
 
 DIVERGENCES = [name for name in OPTIONS if name != "cross_entropy"]
 SEEDS = st.integers(0, 2**31 - 1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from draftsmith.eval.records import PromptRecord, RunRecord
 from draftsmith.eval.report import build_report
 

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from draftsmith.eval import cost_model
 from hypothesis import given
 from hypothesis import strategies as st
+
+from draftsmith.eval import cost_model
 
 FLAT = [1.0] * 12
 CURVE = [1.0, 1.15, 1.25, 1.3, 1.65, 1.9]

@@ -6,12 +6,13 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
+
 from draftsmith.eval.caveats import caveats
 from draftsmith.eval.html import render
 from draftsmith.eval.plots import plots
 from draftsmith.eval.table import plain_lines, print_report
 from draftsmith.eval.wording import DEFINITIONS, headline
-from rich.console import Console
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

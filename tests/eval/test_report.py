@@ -6,11 +6,12 @@ import os
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
+
 from draftsmith.errors import BadInput
 from draftsmith.eval import cost_model
 from draftsmith.eval.report import build_report, read_report, without_nan, write_report
 from draftsmith.eval.schema import Report
-from pydantic import ValidationError
 
 FIGURES = {
     "alpha", "greedy_agreement", "alpha_at_step_starts", "acceptance_rate", "per_position_acceptance",

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from draftsmith.eval import stats
-from draftsmith.eval.records import PromptRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from draftsmith.eval import stats
+from draftsmith.eval.records import PromptRecord
 
 
 def prompt(accepted: int, drafted: int, **fields) -> PromptRecord:

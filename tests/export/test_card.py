@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import GenerationConfig
+
 from draftsmith.errors import BadInput
 from draftsmith.eval.records import PromptRecord, RunRecord
 from draftsmith.eval.report import build_report
 from draftsmith.export import export
 from draftsmith.export.card import Facts, find_report, model_card, served_length
 from draftsmith.models.draft_lm import DraftLM, save_draft_lm
-from transformers import GenerationConfig
 
 FACTS = Facts("some/target", "LlamaForCausalLM", 12345, 2, "float32")
 

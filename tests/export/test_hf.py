@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from draftsmith.errors import BadInput
 from draftsmith.export import export, hf
 from draftsmith.models.draft_lm import DraftLM, cut_vocabulary, load_draft_lm, save_draft_lm
 from draftsmith.models.folder import write_manifest
 from draftsmith.models.lora import add_lora
 from draftsmith.models.target import Target, as_target
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 IDS = torch.tensor([[1, 30, 7, 5, 300], [2, 2, 9, 319, 4]])
 

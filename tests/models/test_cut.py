@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from draftsmith.errors import BadInput
-from draftsmith.models.cut import block_influence, choose_layers, cut_layers, from_config, project_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
+
+from draftsmith.errors import BadInput
+from draftsmith.models.cut import block_influence, choose_layers, cut_layers, from_config, project_rows
 
 IDS = torch.randint(0, 64, (2, 14), generator=torch.Generator().manual_seed(5))
 FAMILIES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_gemma3", "tiny_gpt2"]

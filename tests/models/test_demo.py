@@ -5,6 +5,7 @@ import subprocess
 import zipfile
 
 import pytest
+
 from draftsmith.errors import BadInput
 from draftsmith.models import demo
 

@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
 from draftsmith.errors import BadInput
 from draftsmith.models.draft_lm import DraftLM, cut_vocabulary, load_draft_lm, save_draft_lm
 from draftsmith.models.lora import add_lora, has_lora, merge
 from draftsmith.models.target import Target, load_target
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 KEPT = torch.tensor([0, 1, 2, 7, 30, 31, 200, 319])
 IDS = torch.tensor([[1, 30, 7, 5, 300], [2, 2, 9, 319, 4]])

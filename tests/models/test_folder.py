@@ -1,6 +1,7 @@
 """Folders are written whole or not at all."""
 
 import pytest
+
 from draftsmith.errors import BadInput
 from draftsmith.models.folder import check_files, hash_files, read_manifest, write_manifest, written_whole
 

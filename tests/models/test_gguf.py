@@ -6,11 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
+from tokenizers import pre_tokenizers
+
 from draftsmith.errors import BadInput
 from draftsmith.models.gguf import converted_folder, restore_digit_splitter
 from draftsmith.models.target import load_target
-from gguf import GGUFWriter
-from tokenizers import pre_tokenizers
 
 NAMES = {
     "self_attn.q_proj": "attn_q",

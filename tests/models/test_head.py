@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+
 from draftsmith.errors import BadInput
 from draftsmith.models.head import check_split, split
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
+
 from draftsmith.errors import BadInput
 from draftsmith.models import loading
 from draftsmith.models.target import as_target, load_target
-from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
 
 
 @pytest.fixture

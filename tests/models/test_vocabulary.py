@@ -5,6 +5,11 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from draftsmith.errors import BadInput
 from draftsmith.models.draft_lm import cut_vocabulary
 from draftsmith.models.target import as_target
@@ -17,10 +22,6 @@ from draftsmith.models.vocabulary import (
     t2d,
     tokenizer_hash,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 
 def changed(tokenizer, change):

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+
 from draftsmith.errors import BadInput
 from draftsmith.train import checkpoint
 from draftsmith.train.engine import start_engine

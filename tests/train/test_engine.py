@@ -3,10 +3,11 @@ import math
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from torch import nn
+
 from draftsmith.distill.trainee import LossSums
 from draftsmith.errors import BadInput
 from draftsmith.train.engine import Engine, start_engine
-from torch import nn
 
 ADAMW = {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.0}
 

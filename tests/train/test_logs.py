@@ -1,7 +1,8 @@
 import json
 
-from draftsmith.train.logs import RunLog, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from draftsmith.train.logs import RunLog, read_metrics
 
 
 def test_a_resumed_log_goes_on_from_its_step_and_forgets_what_came_after(tmp_path) -> None:

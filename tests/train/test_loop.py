@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from draftsmith.distill.trainee import LossSums
 from draftsmith.errors import BadInput
 from draftsmith.train import checkpoint
@@ -15,8 +18,6 @@ from draftsmith.train.engine import start_engine
 from draftsmith.train.interrupt import StopRequest
 from draftsmith.train.logs import read_metrics
 from draftsmith.train.loop import Diverged, Plan, accumulate, train
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 ADAMW = {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.0}
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch import nn
+
 from draftsmith.errors import BadInput
 from draftsmith.train.optimizer import build_adamw, parameter_groups
-from torch import nn
 
 
 def test_only_matrices_that_are_no_embedding_decay(toy_module) -> None:

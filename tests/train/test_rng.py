@@ -2,6 +2,7 @@ import random
 
 import numpy
 import torch
+
 from draftsmith.train.rng import preserved_rng, restore_rng, rng_state, seed_all
 
 

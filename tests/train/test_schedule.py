@@ -1,9 +1,10 @@
 from itertools import pairwise
 
 import pytest
-from draftsmith.train.schedule import learning_rate, warmup_steps
 from hypothesis import given
 from hypothesis import strategies as st
+
+from draftsmith.train.schedule import learning_rate, warmup_steps
 
 
 def test_warm_up_is_a_share_below_one_and_a_number_of_steps_from_one_on() -> None:

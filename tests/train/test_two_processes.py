@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from draftsmith.errors import BadInput
 from draftsmith.train.launch import relaunch
 from draftsmith.train.logs import read_metrics

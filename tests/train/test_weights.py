@@ -1,6 +1,7 @@
 import torch
-from draftsmith.train.weights import read_weights, write_weights
 from safetensors import safe_open
+
+from draftsmith.train.weights import read_weights, write_weights
 
 
 def test_tied_weights_are_stored_once_and_come_back_under_both_names(toy_module, tmp_path) -> None:

@@ -1,4 +1,5 @@
 import pytest
+
 from draftsmith.errors import BadInput
 from draftsmith.train.zero import zero_config
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
+
 from draftsmith.distill.trainee import LossSums
 from draftsmith.train.engine import start_engine
 from draftsmith.train.loop import Plan, train
-from torch import nn
 
 VOCABULARY = 11
 

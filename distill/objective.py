@@ -1,0 +1,70 @@
+"""Distilling a draft model: what the training loop calls for every micro-batch."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..decode.sampling import Sampling, probabilities
+from ..models.draft_lm import DraftLM
+from .batch import DistillBatch
+from .chunked import DraftHead, chunked_loss
+from .mixture import Mixture
+from .teacher import Teacher, last_hidden
+from .trainee import LossSums
+
+# The served alpha needs the target's full vocabulary, which a drafter with a cut one otherwise never pays for.
+_METRICS_EVERY = 8
+
+
+class DraftModelObjective(nn.Module):
+    """A draft model under a divergence from its target. Only the draft model is a submodule: the target is not trained."""
+
+    def __init__(self, lm: DraftLM, teacher: Teacher, mixture: Mixture, served: Sampling, chunk_tokens: int = 512):
+        """`served`: the sampling transforms that decoding will use (greedy: alpha is logged at temperature 1)."""
+        super().__init__()
+        self.lm = lm
+        self.mixture, self.chunk_tokens = mixture, chunk_tokens
+        self._teacher = (teacher,)  # in a tuple, so that its parameters are not this module's
+        at_one = served._replace(temperature=1.0) if served.temperature == 0 else served
+        self._served = partial(probabilities, sampling=at_one)
+        self._calls = 0
+        kept = lm.kept_ids
+        self.rank_of = None if kept is None else _inverse(kept, teacher.head.weight.shape[0])
+
+    def forward(self, batch: DistillBatch) -> LossSums:
+        """Sums over the batch's labels; now and then also of the served alpha and of greedy agreement."""
+        hidden = last_hidden(self.lm.backbone, self.lm, batch).flatten(0, 1)[batch.predictors]
+        measure = self._calls % _METRICS_EVERY == 0 or not self.training
+        self._calls += self.training
+        needs_target = self.mixture.needs_target or measure
+        head = self.lm.head
+        loss = chunked_loss(
+            self.mixture,
+            hidden,
+            DraftHead(head.weight, head.bias, head.transform),
+            self._teacher[0].outputs(batch) if needs_target else None,
+            self._label_rows(batch.labels) if self.mixture.needs_tokens else None,
+            batch.weights,
+            chunk_tokens=self.chunk_tokens,
+            metrics=measure,
+            probabilities=self._served,
+        )
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        if loss.alpha_sum is not None and loss.greedy_agreement_sum is not None:
+            metrics["alpha"] = (loss.alpha_sum, loss.positions)
+            metrics["greedy_agreement"] = (loss.greedy_agreement_sum, loss.positions)
+        return LossSums(loss.sum, loss.count, metrics)
+
+    def _label_rows(self, labels: Tensor) -> Tensor:
+        """Labels as rows of the drafter's head; -1 for ids that it does not score."""
+        if self.rank_of is None:
+            return labels
+        self.rank_of = self.rank_of.to(labels.device)
+        return self.rank_of[labels]
+
+
+def _inverse(kept_ids: Tensor, vocab_size: int) -> Tensor:
+    rank = torch.full((vocab_size,), -1, dtype=torch.long)
+    rank[kept_ids.cpu()] = torch.arange(len(kept_ids))
+    return rank

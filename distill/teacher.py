@@ -1,0 +1,48 @@
+"""What the target says at the positions that labels are predicted from: asked on the fly, or read from a cache."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..models.head import OutputHead, split
+from ..models.target import Target
+from .batch import DistillBatch
+from .chunked_targets import TargetHidden, TargetTopK
+
+
+class Teacher:
+    """The target as a teacher. Hidden states are what is passed around: logits exist chunk by chunk only."""
+
+    def __init__(self, target: Target, kept_ids: Int[Tensor, "kept"] | None = None):
+        """`kept_ids`: the ids that the drafter scores, for a cut vocabulary."""
+        self.target = target
+        self.backbone, self.head = split(target.model)
+        self.kept_ids = None if kept_ids is None else kept_ids.to(target.device)
+        # A copy of the kept rows: indexing the whole table for every chunk would cost more than the product.
+        self.kept_head: OutputHead | None = None if kept_ids is None else self.head.rows(kept_ids)
+
+    @torch.no_grad()
+    def outputs(self, batch: DistillBatch) -> TargetHidden | TargetTopK:
+        """The batch's cached outputs, or those of a forward pass over its rows."""
+        if isinstance(batch.teacher, TargetTopK):
+            return batch.teacher
+        hidden = batch.teacher if isinstance(batch.teacher, Tensor) else self.hidden(batch)
+        return self.as_targets(hidden.to(self.target.dtype))
+
+    def as_targets(self, hidden: Float[Tensor, "labels hidden"]) -> TargetHidden:
+        """Hidden states with the heads that turn them into logits."""
+        return TargetHidden(hidden, self.head, self.kept_ids, self.kept_head)
+
+    @torch.no_grad()
+    def hidden(self, batch: DistillBatch) -> Float[Tensor, "labels hidden"]:
+        """Last hidden states (after the final norm) at the batch's predictors."""
+        return last_hidden(self.backbone, self.target.model, batch).flatten(0, 1)[batch.predictors]
+
+
+def last_hidden(backbone: Any, model: Any, batch: DistillBatch) -> Float[Tensor, "rows length hidden"]:
+    """A backbone's last hidden states over packed rows; `model` names its config and attention."""
+    masks = batch.masks(model.config, model.config._attn_implementation, next(backbone.parameters()).dtype)
+    out = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False)
+    return out.last_hidden_state

@@ -1,0 +1,107 @@
+"""Building what a run trains from a recipe's `drafter` section: every kind of drafter behind the same few attributes."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from ..data.encoded_set import EncodedSet
+from ..decode.draft import Drafter
+from ..decode.draft_model import DraftModel
+from ..decode.sampling import Sampling
+from ..distill.mixture import parse_mixture
+from ..distill.objective import DraftModelObjective
+from ..distill.teacher import Teacher
+from ..errors import BadInput
+from ..models.cut import choose_layers, cut_layers, from_config
+from ..models.draft_lm import DraftLM, cut_vocabulary, load_draft_lm, save_draft_lm
+from ..models.lora import add_lora
+from ..models.target import Target
+from ..models.vocabulary import choose_vocabulary, count_tokens
+from ..recipe import DrafterInit, DrafterSection, ModelDrafter, ObjectiveSection
+
+
+class Trainable(NamedTuple):
+    """What the training loop needs of a drafter, whatever its kind."""
+
+    objective: nn.Module  # forward(DistillBatch) -> LossSums; its trainable parameters are the drafter's
+    drafter: Drafter  # decodes with the very modules that are trained
+    save: Callable[[Path], None]  # writes the drafter's checkpoint, which load_drafter reads
+    num_scored: int  # ids that it can propose
+    rank_of: Int[Tensor, "vocab"] | None = None  # the drafter's row of every id (-1: none); None: all ids, in order
+
+
+def build_trainable(
+    config: DrafterSection, objective: ObjectiveSection, target: Target, encoded: EncodedSet, served: Sampling
+) -> Trainable:
+    """The drafter as it is before the first step, with its objective.
+
+    `encoded` is the training set: its labels say which ids a cut vocabulary keeps, its longest texts calibrate the choice of
+    layers. `served`: the sampling transforms that decoding will use, for the alpha in the log.
+
+    Raises:
+        BadInput: the drafter does not fit the target, or a key asks for more than the target has.
+    """
+    match config:
+        case ModelDrafter():
+            lm = _draft_model(config, target, encoded)
+            mixture = parse_mixture(objective.loss, objective.temperature)
+            distilled = DraftModelObjective(lm, Teacher(target, lm.kept_ids), mixture, served, objective.chunk_tokens)
+            save = partial(save_draft_lm, lm, target_name=target.name, tokenizer=target.tokenizer)
+            drafter = DraftModel(lm, target.vocab_size)
+            return Trainable(distilled, drafter, save, lm.num_scored, distilled.rank_of)
+
+
+def _draft_model(config: ModelDrafter, target: Target, encoded: EncodedSet) -> DraftLM:
+    if config.model is not None:
+        lm = load_draft_lm(config.model, target, trust_remote_code=config.trust_remote_code)
+    else:
+        assert config.init is not None
+        lm = DraftLM(_from_target(config.init, target, encoded))
+    if config.vocabulary is not None:
+        lm = cut_vocabulary(lm.model, kept_ids(config.vocabulary, target, encoded))
+    lm.requires_grad_(True)
+    if config.lora is not None:
+        lora = config.lora
+        add_lora(lm.model, lora.rank, lora.alpha, lora.dropout, lora.target_modules)
+        return lm
+    train_embeddings = config.train_embeddings if config.train_embeddings is not None else config.vocabulary is None
+    if not train_embeddings:
+        table = lm.model.get_input_embeddings().weight
+        if table is lm.head.weight:
+            raise BadInput(
+                "drafter.train_embeddings: the output head is tied to the embeddings, so both train or neither"
+            )
+        table.requires_grad_(False)
+    return lm
+
+
+def _from_target(init: DrafterInit, target: Target, encoded: EncodedSet):
+    if init.layers is not None:
+        return cut_layers(target.model, init.layers)
+    if init.num_layers is not None:
+        return cut_layers(target.model, choose_layers(target, init.num_layers, _calibration_texts(target, encoded)))
+    assert init.config is not None
+    return from_config(target.model, init.config, init.embeddings)
+
+
+def kept_ids(size: int, target: Target, encoded: EncodedSet) -> Int[Tensor, "kept"]:
+    """The ids of a cut vocabulary: the most frequent labels, and those that end an answer.
+
+    Raises:
+        BadInput: the target has fewer ids.
+    """
+    if size > target.vocab_size:
+        raise BadInput(f"drafter.vocabulary: {size} ids, the target has {target.vocab_size}")
+    counts = count_tokens([encoded.ids[encoded.mask].tolist()], target.vocab_size)
+    return choose_vocabulary(counts, size, always=target.eos_token_ids)
+
+
+def _calibration_texts(target: Target, encoded: EncodedSet, number: int = 16) -> list[Int[Tensor, "one length"]]:
+    """The longest training texts, one a batch, so that nothing is padded."""
+    longest = sorted(range(len(encoded)), key=lambda i: -int(encoded.lengths[i]))[:number]
+    return [torch.tensor([encoded[i].input_ids], device=target.device) for i in longest]

@@ -1,0 +1,36 @@
+"""Loading a drafter of any kind from its folder, or by name where it needs no training."""
+
+from pathlib import Path
+from typing import Any
+
+from ..decode.draft import Drafter
+from ..decode.draft_model import DraftModel
+from ..decode.drafters import WITHOUT_TRAINING, drafter_without_training
+from ..errors import BadInput, nearest
+from ..models.draft_lm import load_draft_lm
+from ..models.folder import read_manifest
+from ..models.target import as_target
+
+KINDS = ("model",)
+
+
+def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
+    """A drafter for `target` (a ``Target`` or a transformers causal LM).
+
+    `folder_or_name` is a checkpoint (a run's ``final/``), any causal LM (a folder or a hub id) with the target's tokenizer,
+    or the name of a drafter that needs no training.
+
+    Raises:
+        BadInput: not found, trained for another target, another tokenizer, or a kind that is not known; the line says which.
+    """
+    target = as_target(target)
+    name = str(folder_or_name)
+    if name in WITHOUT_TRAINING:
+        return drafter_without_training(name)
+    manifest = read_manifest(Path(name).expanduser())
+    kind = "model" if manifest is None else manifest["kind"]
+    match kind:
+        case "model":
+            return DraftModel(load_draft_lm(name, target), target.vocab_size)
+        case _:
+            raise BadInput(f"{name}: a drafter of kind {kind!r} is not known here{nearest(kind, KINDS)}")

@@ -1,0 +1,80 @@
+"""From a recipe's `data` section to encoded examples and, where asked, the target's cached outputs."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ..data.chats import encode_response
+from ..data.encoded_set import EncodedSet, encode_examples
+from ..data.sources import Example, examples_hash, read_examples
+from ..data.store import Store
+from ..decode.sampling import Sampling
+from ..distill.answers import Amount, AnswerSettings, write_answers
+from ..distill.teacher_cache import cache_teacher
+from ..errors import BadInput
+from ..models.target import Target
+from ..recipe import DataSection, Recipe, SamplingSection
+
+
+class TrainingData(NamedTuple):
+    """What the loop reads."""
+
+    encoded: EncodedSet
+    cached: Store | None  # the target's outputs at the labels; its sequences are numbered by ``encoded.sources``
+
+
+def served_sampling(section: SamplingSection) -> Sampling:
+    """A recipe's sampling section as the decoder takes it."""
+    return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
+
+
+def read_prompts_or_chats(data: DataSection) -> list[Example]:
+    """Examples of every source but ``self``; empty when the target writes all prompts itself."""
+    sources = [source for source in data.sources if source != "self"]
+    if not sources:
+        return []
+    return read_examples(sources, data.split, data.limit, require_answers=data.responses == "given")
+
+
+def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | None) -> TrainingData:
+    """Write, or read, what the run trains on. `seconds`: the data's part of a budget in minutes.
+
+    Raises:
+        BadInput: whatever is wrong with the data; nothing to learn in it.
+    """
+    data = recipe.data
+    if target.tokenizer is None:
+        raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
+    examples = read_prompts_or_chats(data)
+    if data.responses == "given":
+        encoded = encode_examples(target.tokenizer, examples, data.max_length, where="data.prompts")
+        cached = None
+        if data.cache != "none":
+            place = folder / f"teacher_{data.cache}"
+            cached = cache_teacher(target, encoded, data.cache, data.cache_top_k, place, examples_hash(examples))
+        return TrainingData(encoded, cached)
+    settings = AnswerSettings(
+        served_sampling(data.sampling),
+        data.max_new_tokens,
+        data.max_prompt_length or data.max_length // 2,
+        data.max_length,
+        data.generation_batch,
+        recipe.seed,
+        keep_hidden=data.cache == "hidden",
+    )
+    amount = Amount(data.num_self_prompts, seconds)
+    store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
+    encoded = encode_answers(store)
+    if data.cache == "topk":
+        data_hash = store.fingerprint["prompts"] + str(len(store))
+        return TrainingData(
+            encoded, cache_teacher(target, encoded, "topk", data.cache_top_k, folder / "teacher_topk", data_hash)
+        )
+    return TrainingData(encoded, store if data.cache == "hidden" else None)
+
+
+def encode_answers(store: Store) -> EncodedSet:
+    """The target's answers as training examples: example i is sequence i of the store, its answer supervised."""
+    return EncodedSet.collect(
+        (number, encode_response(sequence.input_ids.tolist(), sequence.prompt_length))
+        for number, sequence in enumerate(store)
+    )

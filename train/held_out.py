@@ -1,0 +1,56 @@
+"""The served metric while training: alpha on the target's answers to prompts that training never sees."""
+
+from typing import Any
+
+from ..data.chats import encode_prompt
+from ..decode.batched import generate_batched
+from ..decode.draft import wants
+from ..decode.sampling import Sampling
+from ..errors import BadInput
+from ..eval.alpha import Answer, ForcedBatch, forced_batches, score
+from ..eval.run import evaluation_prompts
+from ..models.target import Target
+from ..progress import stage
+from ..recipe import EvaluateSection
+
+
+class HeldOut:
+    """The target's answers to the evaluation prompts, decoded once with the served settings, and its states over them."""
+
+    def __init__(self, section: EvaluateSection, target: Target, sampling: Sampling, batch_size: int, seed: int):
+        self.target, self.sampling = target, sampling
+        examples = evaluation_prompts(section.prompts, section.limit)
+        prompts = [encode_prompt(target.tokenizer, example.turns[:1]) for example in examples]  # type: ignore[arg-type]
+        limit = target.context_limit
+        for prompt, example in zip(prompts, examples, strict=True):
+            if limit is not None and len(prompt) >= limit:
+                raise BadInput(
+                    f"evaluate.prompts: prompt {example.id!r} has {len(prompt)} tokens, the target's context is {limit}"
+                )
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        tokens: dict[int, list[int]] = {}
+        with stage("the target answers the evaluation prompts", len(prompts), unit="prompts") as bar:
+            for row in generate_batched(
+                target,
+                [prompts[i] for i in order],
+                max_new_tokens=min(section.max_new_tokens, (limit or 2**62) - max(map(len, prompts))),
+                sampling=sampling,
+                batch_size=batch_size,
+                seed=seed,
+                indices=order,
+            ):
+                tokens[row.index] = row.tokens
+                bar.advance(1, tokens=len(row.tokens))
+        self.answers = [Answer(prompt, tokens[i]) for i, prompt in enumerate(prompts)]
+        self._batches: list[ForcedBatch] | None = None
+
+    def measure(self, drafter: Any) -> dict[str, float]:
+        """``alpha`` and ``greedy_agreement`` over all positions."""
+        if self._batches is None:
+            self._batches = list(forced_batches(self.target, self.answers, wants(drafter).get("hidden_states", ())))
+        scores = score(self.target, drafter, self._batches, len(self.answers), self.sampling)
+        positions = sum(len(one.alpha) for one in scores)
+        return {
+            "alpha": float(sum(one.alpha.sum() for one in scores)) / positions,
+            "greedy_agreement": float(sum(one.agreement.sum() for one in scores)) / positions,
+        }

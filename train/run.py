@@ -1,0 +1,218 @@
+"""`draftsmith train`: from a recipe to a drafter. Assembles target, data, drafter and objective, and runs the loop."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..data.batches import TokenBatches
+from ..decode.packed import unpack, use_backend
+from ..distill.mixture import parse_mixture
+from ..distill.steps import CachedTeacher, DistillSteps
+from ..errors import BadInput
+from ..heads.build import Trainable, build_trainable
+from ..models.target import Target, load_target
+from ..progress import say
+from ..provenance import Provenance, open_run
+from ..recipe import Recipe
+from . import loop
+from .budget import Budget, fix_budget, seconds_for_data, timed
+from .data import TrainingData, prepare_data, served_sampling
+from .engine import Engine, start_engine
+from .held_out import HeldOut
+
+FINAL, START = "final", "start"
+
+
+def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
+    """Run `recipe` to its end, from scratch or (`resume`) from where it stopped; the folder of the finished drafter.
+
+    Raises:
+        BadInput: whatever is wrong with recipe, data, models or output folder.
+    """
+    folder = Path(recipe.output).expanduser()
+    engine = start_engine(
+        recipe.engine.precision,
+        deepspeed=recipe.engine.deepspeed,
+        clip=recipe.optimizer.clip,
+        threads=recipe.engine.threads,
+    )
+    for line in engine.describe():
+        say(line)
+    _on_main(engine, partial(open_run, folder, recipe.model_dump(mode="json"), resume=resume))
+    if (folder / FINAL).exists():
+        say(f"{folder} is finished: the drafter is in {folder / FINAL}")
+        return folder / FINAL
+    record = Provenance(folder, engine=engine.describe(), command=command) if engine.is_main else None
+    parse_mixture(recipe.objective.loss, recipe.objective.temperature)  # a typo should not cost a download
+    target = load_target(recipe.target.model, recipe.target.dtype, engine.device, recipe.target.trust_remote_code)
+    say(f"target: {target.name}, {_millions(target.model)} parameters")
+    data, held_out = _prepare(recipe, target, folder, engine)
+    say(f"data: {data.encoded.describe()}")
+    outcome = _run_loop(recipe, target, data, held_out, folder, engine, command)
+    if record is not None:
+        record.finish(step=outcome.step, finished=outcome.finished)
+    engine.close()
+    if outcome.signal is not None:
+        raise SystemExit(128 + outcome.signal)
+    return folder / FINAL
+
+
+def _prepare(recipe: Recipe, target: Target, folder: Path, engine: Engine) -> tuple[TrainingData, HeldOut | None]:
+    """What to learn from and what to measure on. Rank 0 makes what is made once; the others read it."""
+    backend = use_backend(target.model, "auto")
+    say(f"linear layers of the target: {backend}")
+    seconds = seconds_for_data(recipe.engine)
+    data = _on_main_first(engine, partial(prepare_data, recipe, target, folder / "data", seconds))
+    held_out = None
+    if engine.is_main or engine.zero_stage == 3:  # a sharded drafter is measured by all ranks or by none
+        sampling = served_sampling(recipe.evaluate.sampling)
+        held_out = HeldOut(recipe.evaluate, target, sampling, recipe.data.generation_batch, recipe.seed)
+    unpack(target.model)
+    return data, held_out
+
+
+def _run_loop(
+    recipe: Recipe,
+    target: Target,
+    data: TrainingData,
+    held_out: HeldOut | None,
+    folder: Path,
+    engine: Engine,
+    command: list[str],
+) -> loop.Outcome:
+    served = served_sampling(recipe.evaluate.sampling)
+    built = build_trainable(recipe.drafter, recipe.objective, target, data.encoded, served)
+    objective = built.objective
+    trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
+    say(f"drafter: {_millions(objective)} parameters, {trained / 1e6:.1f} M trained, {built.num_scored:,} ids scored")
+    objective.train()
+    engine.prepare(
+        objective,
+        betas=recipe.optimizer.betas,
+        epsilon=recipe.optimizer.epsilon,
+        weight_decay=recipe.optimizer.weight_decay,
+    )
+    if not (folder / START).exists():
+        with engine.gathered():
+            _on_main(engine, partial(built.save, folder / START))
+    steps = _steps(recipe, data, engine, built)
+    evaluate = None if held_out is None else _evaluation(built, held_out)
+    budget = engine.share(_budget(recipe, folder, steps, evaluate, engine, objective) if engine.is_main else None)
+    outcome = loop.train(engine, steps, _plan(recipe, folder, budget, command), evaluate=evaluate or (lambda step: {}))
+    if outcome.finished:
+        with engine.gathered():
+            _on_main(engine, partial(built.save, folder / FINAL))
+        say(f"finished: the drafter is in {folder / FINAL}")
+    return outcome
+
+
+def _steps(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> DistillSteps:
+    batches = TokenBatches(
+        data.encoded,
+        recipe.engine.tokens_per_step,
+        recipe.engine.tokens_per_forward,
+        length=max(int(data.encoded.lengths.max()), recipe.data.max_length if recipe.data.packing else 0),
+        packing=recipe.data.packing,
+        seed=recipe.seed,
+        rank=engine.rank,
+        world_size=engine.world_size,
+    )
+    cached = None if data.cached is None else CachedTeacher(data.cached, data.encoded, built.rank_of)
+    return DistillSteps(batches, engine.device, cached)
+
+
+def _evaluation(built: Trainable, held_out: HeldOut) -> Callable[[int], dict[str, Any]]:
+    def evaluate(step: int) -> dict[str, Any]:
+        was_training = built.objective.training
+        built.objective.eval()
+        figures = held_out.measure(built.drafter)
+        built.objective.train(was_training)
+        words = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+        say(f"held-out prompts after step {step}: {words}")
+        return figures
+
+    return evaluate
+
+
+def _budget(
+    recipe: Recipe,
+    folder: Path,
+    steps: DistillSteps,
+    evaluate: Callable[[int], dict[str, Any]] | None,
+    engine: Engine,
+    objective: nn.Module,
+) -> Budget:
+    def seconds_a_step() -> float:
+        state = steps.state_dict()
+        batches = next(steps)
+        steps.load_state_dict(state)
+
+        def passes() -> None:
+            for batch in batches:
+                objective(batch).loss_sum.backward()
+            objective.zero_grad(set_to_none=True)
+
+        # The optimizer itself is small beside forward and backward; a tenth is kept for it and for checkpoints.
+        return 1.1 * timed(passes, repeats=3)
+
+    def seconds_an_evaluation() -> float:
+        assert evaluate is not None
+        evaluate(0)  # the first one also runs the target over the answers
+        return timed(lambda: evaluate(0))
+
+    say("measuring how long a step takes")
+    return fix_budget(
+        recipe.engine,
+        folder / "budget.json",
+        steps.batches.num_steps,
+        seconds_a_step,
+        seconds_an_evaluation,
+        recipe.evaluate.every,
+    )
+
+
+def _plan(recipe: Recipe, folder: Path, budget: Budget, command: list[str]) -> loop.Plan:
+    resumed = command if "--resume" in command else [*command, "--resume"]
+    return loop.Plan(
+        folder,
+        budget.steps,
+        recipe.optimizer.learning_rate,
+        schedule=recipe.optimizer.schedule,
+        warmup=recipe.optimizer.warmup,
+        final_fraction=recipe.optimizer.final_fraction,
+        checkpoint_every=recipe.engine.checkpoint_every,
+        keep_checkpoints=recipe.engine.keep_checkpoints,
+        evaluate_every=recipe.evaluate.every,
+        seed=recipe.seed,
+        resume=True,  # open_run has refused a second start already
+        resume_command=" ".join(resumed),
+        expected_seconds=budget.seconds,
+    )
+
+
+def _on_main(engine: Engine, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0 while the others wait. Its BadInput is raised on every rank. None on the others."""
+    problem: str | None = None
+    result = None
+    if engine.is_main:
+        try:
+            result = work()
+        except BadInput as error:
+            problem = str(error)
+    problem = engine.share(problem)
+    if problem is not None:
+        raise BadInput(problem)
+    return result
+
+
+def _on_main_first(engine: Engine, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0, then on the others, which find on disk what it made."""
+    result = _on_main(engine, work)
+    return result if engine.is_main else work()
+
+
+def _millions(model: nn.Module) -> str:
+    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M"
