@@ -20,10 +20,13 @@ from ..recipe import Recipe
 from . import loop
 from .budget import Budget, fix_budget, seconds_for_data, timed
 from .data import TrainingData, prepare_data, served_sampling
+from .dry_run import dry_run
 from .engine import Engine, start_engine
 from .held_out import HeldOut
 
 FINAL, START = "final", "start"
+
+__all__ = ["dry_run", "train"]
 
 
 def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
@@ -88,19 +91,19 @@ def _run_loop(
     objective = built.objective
     trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     say(f"drafter: {_millions(objective)} parameters, {trained / 1e6:.1f} M trained, {built.num_scored:,} ids scored")
-    objective.train()
+    objective.to(engine.device).train()
+    steps = _steps(recipe, data, engine, built)
+    evaluate = None if held_out is None else _evaluation(built, held_out)
+    # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
+    budget = engine.share(_budget(recipe, folder, steps, evaluate, objective) if engine.is_main else None)
+    if not (folder / START).exists():
+        _on_main(engine, partial(built.save, folder / START))
     engine.prepare(
         objective,
         betas=recipe.optimizer.betas,
         epsilon=recipe.optimizer.epsilon,
         weight_decay=recipe.optimizer.weight_decay,
     )
-    if not (folder / START).exists():
-        with engine.gathered():
-            _on_main(engine, partial(built.save, folder / START))
-    steps = _steps(recipe, data, engine, built)
-    evaluate = None if held_out is None else _evaluation(built, held_out)
-    budget = engine.share(_budget(recipe, folder, steps, evaluate, engine, objective) if engine.is_main else None)
     outcome = loop.train(engine, steps, _plan(recipe, folder, budget, command), evaluate=evaluate or (lambda step: {}))
     if outcome.finished:
         with engine.gathered():
@@ -142,10 +145,10 @@ def _budget(
     folder: Path,
     steps: DistillSteps,
     evaluate: Callable[[int], dict[str, Any]] | None,
-    engine: Engine,
     objective: nn.Module,
 ) -> Budget:
     def seconds_a_step() -> float:
+        say("measuring how long a step and an evaluation take")
         state = steps.state_dict()
         batches = next(steps)
         steps.load_state_dict(state)
@@ -163,7 +166,6 @@ def _budget(
         evaluate(0)  # the first one also runs the target over the answers
         return timed(lambda: evaluate(0))
 
-    say("measuring how long a step takes")
     return fix_budget(
         recipe.engine,
         folder / "budget.json",
