@@ -70,7 +70,7 @@ def audit(options: AuditOptions) -> AuditResult:
         rule_options=options.rule_options,
         tree=options.tree,
         num_speculative_tokens=options.num_speculative_tokens,
-        batch_size=max(options.batch_size, _SAMPLED_ROWS) if sampled else options.batch_size,
+        batch_size=1 if foreign else max(options.batch_size, _SAMPLED_ROWS) if sampled else options.batch_size,
         max_new_tokens=options.max_new_tokens,
         samples=options.samples,
         joint_tokens=options.joint_tokens,

@@ -120,8 +120,8 @@ def _grouped(
     alone = int((expected >= _LEAST_EXPECTED).sum())
     rest = np.cumsum(expected[alone:]) - expected[alone:]  # of the rest ahead of each
     group = np.concatenate([np.arange(alone), alone + (rest / _LEAST_EXPECTED).astype(np.int64)])
-    group = np.unique(group, return_inverse=True)[1] if len(group) else group.astype(np.int64)
-    return group, np.bincount(group, weights=masses)
+    group = np.unique(group, return_inverse=True)[1].astype(np.int64)
+    return group, np.bincount(group, weights=masses).astype(np.float64)
 
 
 def _pooled(

@@ -14,7 +14,7 @@ import numpy as np
 from ..decode.streams import mix
 from .audit_cells import ENDED, ExactCells, frequent_cells
 from .audit_engine import Answers, Engine
-from .audit_statistics import Counts, Pair, Test, goodness_of_fit, holm, simulations_for, two_samples
+from .audit_statistics import Counts, Pair, Test, holm, run_test, simulations_for
 from .exact import rounding
 
 _ROUNDING_MARGIN = 4.0  # rounding was measured on one context; the tokens after it may have more
@@ -103,12 +103,12 @@ def _tests(prompts: Sequence[_Prompt], joint_tokens: int, significance: float, r
             name = f"{where}: {kind}"
             if "plain" in kind:
                 pairs = [prompt.pair for prompt in group if prompt.pair is not None]
-                tests.append(two_samples(name, pairs, rng, level, most))
+                tests.append(run_test(name, pairs, rng, level, most))
                 continue
             parts = [prompt.first if kind == kinds[0] else prompt.joint for prompt in group]
             parts = [part for part in parts if part.counts.sum()]
             if parts:  # else every sample was impossible, which is said already
-                tests.append(goodness_of_fit(name, parts, rng, level, most))
+                tests.append(run_test(name, parts, rng, level, most))
     return tests
 
 

@@ -18,10 +18,28 @@ _CHUNK = 256
 
 
 class Counts(NamedTuple):
-    """How often each cell of one distribution was drawn."""
+    """How often each cell was drawn, and the probabilities it should have been drawn with."""
 
     counts: Int[np.ndarray, " cells"]
-    probs: Float[np.ndarray, " cells"]  # what they would be drawn with
+    probs: Float[np.ndarray, " cells"]
+
+    @property
+    def observed(self) -> Int[np.ndarray, " cells"]:
+        """What is compared with simulated draws."""
+        return self.counts
+
+    def statistic(self, draws: Int[np.ndarray, "draws cells"]) -> Float[np.ndarray, " draws"]:
+        """Pearson's, against the expected counts."""
+        expected = self.counts.sum() * self.probs
+        return ((draws - expected) ** 2 / expected).sum(-1)
+
+    def variation(self, draws: Int[np.ndarray, "draws cells"]) -> Float[np.ndarray, " draws"]:
+        """Total variation times the number of samples."""
+        return np.abs(draws - self.counts.sum() * self.probs).sum(-1) / 2
+
+    def simulate(self, rng: np.random.Generator, size: int) -> Int[np.ndarray, "draws cells"]:
+        """Draws with the probabilities."""
+        return rng.multinomial(self.counts.sum(), self.probs, size=size)
 
 
 class Pair(NamedTuple):
@@ -29,6 +47,25 @@ class Pair(NamedTuple):
 
     first: Int[np.ndarray, " cells"]
     second: Int[np.ndarray, " cells"]
+
+    @property
+    def observed(self) -> Int[np.ndarray, " cells"]:
+        """What is compared with simulated draws: the other sample follows from the totals."""
+        return self.first
+
+    def statistic(self, draws: Int[np.ndarray, "draws cells"]) -> Float[np.ndarray, " draws"]:
+        """Pearson's, between the two samples."""
+        both = self.first + self.second
+        return ((2 * draws - both) ** 2 / both).sum(-1)
+
+    def variation(self, draws: Int[np.ndarray, "draws cells"]) -> Float[np.ndarray, " draws"]:
+        """Total variation between the two samples times their size."""
+        return np.abs(2 * draws - self.first - self.second).sum(-1) / 2
+
+    def simulate(self, rng: np.random.Generator, size: int) -> Int[np.ndarray, "draws cells"]:
+        """First samples after random permutations of both: the cells' totals dealt out anew."""
+        totals = self.first + self.second
+        return rng.multivariate_hypergeometric(totals, self.first.sum(), size=size, method="marginals")
 
 
 class Test(NamedTuple):
@@ -42,89 +79,42 @@ class Test(NamedTuple):
     detectable: float  # any total variation over the cells from this on is found with 90 % power
 
 
-def goodness_of_fit(
-    name: str, parts: Sequence[Counts], rng: np.random.Generator, level: float, simulations: int
+def run_test(
+    name: str, parts: Sequence[Counts] | Sequence[Pair], rng: np.random.Generator, level: float, simulations: int
 ) -> Test:
-    """Were all `parts` drawn with their probabilities? Pearson's statistic, added up over the parts.
+    """Were all `parts` drawn as they should be? Pearson's statistic, added up over the parts.
 
-    `level` is the significance the test is held to (for what is detectable), `simulations` the most that are made.
+    Of `Counts` this is a test of goodness of fit, of `Pair` the permutation test of two samples. `level` is the
+    significance that the test is held to (for what is detectable), `simulations` the most that are made.
     """
-
-    def statistic(draws: np.ndarray, part: Counts) -> np.ndarray:
-        expected = part.counts.sum() * part.probs
-        return ((draws - expected) ** 2 / expected).sum(-1)
-
-    def variation(draws: np.ndarray, part: Counts) -> np.ndarray:
-        return np.abs(draws - part.counts.sum() * part.probs).sum(-1) / 2
-
-    def simulate(part: Counts, size: int) -> np.ndarray:
-        return rng.multinomial(part.counts.sum(), part.probs, size=size)
-
-    total = sum(int(part.counts.sum()) for part in parts)
-    pvalue, by_chance = _simulated(parts, [part.counts for part in parts], statistic, variation, simulate, simulations)
-    freedom = sum(len(part.probs) - 1 for part in parts)
+    total = sum(int(part.observed.sum()) for part in parts)
+    pvalue, by_chance = _simulated(parts, rng, simulations)
+    cells = sum(len(part.observed) for part in parts)
+    needed = math.sqrt(noncentrality(cells - len(parts), level) / total)
     return Test(
         name,
         pvalue,
-        sum(len(part.probs) for part in parts),
-        sum(float(variation(part.counts, part)) for part in parts) / total,
+        cells,
+        sum(part.variation(part.observed[None]).item() for part in parts) / total,
         by_chance / total,
-        min(1.0, math.sqrt(noncentrality(freedom, level) / total) / 2),
+        min(1.0, needed / math.sqrt(2) if isinstance(parts[0], Pair) else needed / 2),
     )
 
 
-def two_samples(name: str, parts: Sequence[Pair], rng: np.random.Generator, level: float, simulations: int) -> Test:
-    """Were both samples of every part drawn from one distribution? The permutation test of Pearson's statistic.
-
-    Given the cells' totals, a permutation deals them out as a multivariate hypergeometric draw, which is simulated.
-    """
-
-    def statistic(draws: np.ndarray, part: Pair) -> np.ndarray:
-        both = part.first + part.second
-        return ((2 * draws - both) ** 2 / both).sum(-1)
-
-    def variation(draws: np.ndarray, part: Pair) -> np.ndarray:
-        return np.abs(2 * draws - part.first - part.second).sum(-1) / 2
-
-    def simulate(part: Pair, size: int) -> np.ndarray:
-        return rng.multivariate_hypergeometric(
-            part.first + part.second, part.first.sum(), size=size, method="marginals"
-        )
-
-    total = sum(int(part.first.sum()) for part in parts)
-    pvalue, by_chance = _simulated(parts, [part.first for part in parts], statistic, variation, simulate, simulations)
-    freedom = sum(len(part.first) - 1 for part in parts)
-    return Test(
-        name,
-        pvalue,
-        sum(len(part.first) for part in parts),
-        sum(float(variation(part.first, part)) for part in parts) / total,
-        by_chance / total,
-        min(1.0, math.sqrt(noncentrality(freedom, level) / (2 * total))),
-    )
-
-
-def _simulated(
-    parts: Sequence,
-    observed: Sequence[np.ndarray],
-    statistic: Callable,
-    variation: Callable,
-    simulate: Callable,
-    most: int,
-) -> tuple[float, float]:
-    """The p-value of the summed statistic, and the mean summed variation under the null hypothesis.
+def _simulated(parts: Sequence[Counts] | Sequence[Pair], rng: np.random.Generator, most: int) -> tuple[float, float]:
+    """The p-value of the summed statistic, and the mean summed variation where nothing is wrong.
 
     Simulations end with the twentieth that is as extreme as the data; the p-value is then 20 over their number
     (Besag and Clifford 1991, exact), else (1 + the extreme ones) / (1 + all).
     """
-    seen = sum(float(statistic(draws, part)) for draws, part in zip(observed, parts, strict=True))
+    seen = sum(part.statistic(part.observed[None]).item() for part in parts)
     extreme, done, by_chance = 0, 0, 0.0
     while done < most:
         size = min(_CHUNK, most - done)
-        draws = [simulate(part, size) for part in parts]
-        sums = np.sum([statistic(each, part) for each, part in zip(draws, parts, strict=True)], axis=0)
+        draws = [part.simulate(rng, size) for part in parts]
+        sums = np.sum([part.statistic(each) for part, each in zip(parts, draws, strict=True)], axis=0)
         if not done:
-            by_chance = float(np.sum([variation(each, part).mean() for each, part in zip(draws, parts, strict=True)]))
+            by_chance = sum(part.variation(each).mean().item() for part, each in zip(parts, draws, strict=True))
         hits = np.flatnonzero(sums >= seen * (1 - 1e-12))
         if extreme + len(hits) >= _ENOUGH:
             return _ENOUGH / (done + int(hits[_ENOUGH - extreme - 1]) + 1), by_chance

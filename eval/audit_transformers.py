@@ -60,7 +60,7 @@ def transformers_generate(drafter: Any) -> Callable[..., SpeculativeOutput]:
         config.pad_token_id = 0
         extra: dict[str, Any] = {"assistant_model": assistant}
         if assistant is None:
-            extra = {"prompt_lookup_num_tokens": num_speculative_tokens}
+            config.prompt_lookup_num_tokens, extra = num_speculative_tokens, {}
         rows, counts = [], []
         prompts = right_padded(input_ids, attention_mask, target)
         with _drafting(assistant, num_speculative_tokens), torch.random.fork_rng():
