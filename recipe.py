@@ -1,47 +1,38 @@
 """The recipe schema: what a training run is, as validated data. Imports no torch.
 
-Every section is a pydantic model with ``extra="forbid"``: an unknown key is an error. Reading a file, overrides and the
-one-line errors are in ``recipe_io.py`` and ``recipe_errors.py``.
+Every section is a pydantic model with ``extra="forbid"``: an unknown key is an error. The drafters' sections are in
+``recipe_drafters.py``; reading a file, overrides and the one-line errors in ``recipe_io.py`` and ``recipe_errors.py``.
 """
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Name = Annotated[str, Field(min_length=1)]  # a hub id, a folder, a file, or a name that we ship
+from .recipe_drafters import (
+    BlockwiseDrafter,
+    DrafterInit,
+    DrafterSection,
+    HydraDrafter,
+    LoraSection,
+    Medusa2Drafter,
+    MedusaDrafter,
+    ModelDrafter,
+)
+from .recipe_section import FreeMapping, Name, Section, read_numbers
 
-
-class Section(BaseModel):
-    """A recipe section: unknown keys are errors, values are checked, instances do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _scientific_whole_numbers(cls, data: Any) -> Any:
-        """``steps: 1e3`` is a string to PyYAML and, unlike for a number with a fraction, to pydantic too."""
-        if not isinstance(data, dict):
-            return data
-        whole = {name for name, field in cls.model_fields.items() if field.annotation in (int, int | None)}
-        return {key: read_numbers(value) if key in whole else value for key, value in data.items()}
-
-
-def read_numbers(value: Any) -> Any:
-    """`value` with the strings that mean a number in scientific notation (``"1e-4"``) read as numbers, at any depth.
-
-    PyYAML wants a dot and a sign (``1.0e-4``); a typed field coerces such a string, a free mapping needs this.
-    """
-    if isinstance(value, dict):
-        return {key: read_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [read_numbers(item) for item in value]
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
-        return float(value)
-    return value
-
-
-FreeMapping = Annotated[dict[str, Any], BeforeValidator(read_numbers)]
+__all__ = [
+    "BlockwiseDrafter",
+    "DrafterInit",
+    "DrafterSection",
+    "HydraDrafter",
+    "LoraSection",
+    "Medusa2Drafter",
+    "MedusaDrafter",
+    "ModelDrafter",
+    "Recipe",
+    "Section",
+    "read_numbers",
+]
 
 
 class TargetSection(Section):
@@ -50,52 +41,6 @@ class TargetSection(Section):
     model: Name
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     trust_remote_code: bool = False
-
-
-class DrafterInit(Section):
-    """Where an independent draft model's weights come from. Exactly one of the three is given."""
-
-    # these layers of the target, in this order
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    num_layers: int | None = Field(default=None, ge=1)  # this many, chosen by measured block influence (2403.03853)
-    config: FreeMapping | None = None  # the target's config with these keys changed, weights from scratch
-    embeddings: Literal["copy", "project", "random"] = "copy"  # for `config`: what becomes of the target's embeddings
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "DrafterInit":
-        if sum(value is not None for value in (self.layers, self.num_layers, self.config)) != 1:
-            raise ValueError("give exactly one of layers, num_layers, config")
-        return self
-
-
-class LoraSection(Section):
-    """Low-rank adapters (peft): saved as an adapter, merged at export."""
-
-    rank: int = Field(default=16, ge=1)
-    alpha: float = Field(default=32.0, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
-
-
-class ModelDrafter(Section):
-    """A draft model: a standalone causal LM that shares the target's tokenizer."""
-
-    kind: Literal["model"] = "model"
-    model: Name | None = None  # hub id, folder or .gguf
-    init: DrafterInit | None = None
-    vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
-    train_embeddings: bool | None = None  # None: yes, unless the vocabulary is cut
-    lora: LoraSection | None = None
-    trust_remote_code: bool = False
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "ModelDrafter":
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give exactly one of model (a hub id or folder) and init (cut from the target)")
-        return self
-
-
-DrafterSection = ModelDrafter
 
 
 class SamplingSection(Section):
@@ -231,3 +176,12 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     output: Name  # folder of the run
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _heads_read_hidden_states(self) -> "Recipe":
+        if self.data.cache == "topk" and self.drafter.kind != "model":
+            raise ValueError(
+                f"data.cache: topk keeps no hidden states, which a drafter of kind {self.drafter.kind} reads: "
+                "set hidden or none"
+            )
+        return self

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import Discriminator, Tag, ValidationError
 
 from draftsmith.errors import BadInput
-from draftsmith.recipe import Recipe, Section
+from draftsmith.recipe import MedusaDrafter, Recipe, Section
 from draftsmith.recipe_errors import dotted_keys, error_lines
 from draftsmith.recipe_io import load_recipe, recipe_diff, resolved_yaml
 
@@ -150,7 +150,9 @@ WRONG_TYPES = {
     "optimizer.betas=[0.9]": "optimizer.betas: got [0.9], expected a list of 2 numbers",
     "optimizer.clip=.inf": "optimizer.clip: got inf, expected a finite number",
     "drafter.init={layers: [0, -1]}": "drafter.init.layers[1]: got -1, expected a whole number >= 0",
-    "drafter.kind=medusa": "drafter.kind: got 'medusa', expected 'model'",
+    "drafter.kind=medusa": "drafter.init: unknown key; expected one of "
+    + ", ".join(MedusaDrafter.model_fields),
+    "drafter={kind: medusa, num_heads: 0}": "drafter.num_heads: got 0, expected a whole number >= 1",
     "objective.loss=[a]": "objective.loss: got ['a'], expected a string or a mapping",
     "objective.loss={}": "objective.loss: got {}, expected at least one key",
     "objective.loss={jsd: {beta: x}}": "objective.loss.jsd.beta: got 'x', expected a number",
@@ -166,6 +168,16 @@ def test_a_wrong_value_names_key_value_and_what_was_expected(lines, override, ex
     (line,) = lines(TEXT, override)
     assert line.endswith(f": {expected}")
     assert line.startswith(("override '", 'override "', "r.yaml line "))
+
+
+def test_an_unknown_kind_of_drafter_is_named_with_the_nearest_one(lines):
+    (line,) = lines(TEXT, "drafter={kind: medussa}")
+    assert ": drafter: unknown kind 'medussa' (did you mean 'medusa'?); expected one of model, medusa, " in line
+
+
+def test_heads_need_hidden_states_from_the_cache(lines):
+    (line,) = lines(TEXT, "drafter={kind: medusa}", "data.cache=topk")
+    assert "data.cache: topk keeps no hidden states, which a drafter of kind medusa reads" in line
 
 
 def test_every_mistake_gets_its_own_line(lines):
