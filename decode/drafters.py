@@ -4,15 +4,25 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import BadInput, nearest
+from ..errors import BadInput
 from ..models.draft_lm import DraftLM
 from ..models.target import Target
 from .draft import Drafter
 from .draft_model import DraftModel
+from .jacobi import Jacobi
+from .lookahead import Lookahead
+from .named import parse_named
 from .prompt_lookup import PromptLookup
+from .suffix import Suffix
 from .tree import TreeLayout
 
-WITHOUT_TRAINING = ("prompt_lookup",)
+# Names and the options they take.
+WITHOUT_TRAINING: dict[str, tuple[str, ...]] = {
+    "prompt_lookup": ("max_ngram", "min_ngram"),
+    "lookahead": ("window", "ngram", "candidates"),  # arXiv:2402.02057
+    "jacobi": ("pad_id",),  # arXiv:2305.10427
+    "suffix": ("max_match", "min_match"),  # after arXiv:2311.08252
+}
 
 
 def as_drafter(drafter: Any, target: Target, layout: TreeLayout | None = None) -> Drafter | None:
@@ -36,7 +46,7 @@ def _made(drafter: Any, target: Target) -> Drafter | None:
     if drafter is None:
         return None
     if isinstance(drafter, str):
-        return drafter_without_training(drafter)
+        return drafter_without_training(drafter, target)
     if isinstance(drafter, PreTrainedModel | DraftLM):
         return DraftModel(drafter, target.vocab_size)
     if isinstance(drafter, Target):
@@ -46,13 +56,35 @@ def _made(drafter: Any, target: Target) -> Drafter | None:
     raise BadInput(f"{type(drafter).__name__} is no drafter: it lacks start, propose or observe")
 
 
-def drafter_without_training(name: str) -> Drafter:
-    """A drafter that needs no training, by name."""
-    match name:
+def is_without_training(name: str) -> bool:
+    """Whether `name` (with options or without) is that of a drafter that needs no training."""
+    return name.partition(":")[0] in WITHOUT_TRAINING
+
+
+def drafter_without_training(name: str, target: Target | None = None) -> Drafter:
+    """A drafter that needs no training, by name, with options after a colon: ``prompt_lookup:max_ngram=4,min_ngram=2``.
+
+    `target` names the padding token that ``jacobi`` begins with (None: id 0).
+
+    Raises:
+        BadInput: an unknown name or option, or a value out of range.
+    """
+    kind, given = parse_named(name, WITHOUT_TRAINING, "drafter", more="a model or, without training, ")
+    options: dict[str, Any] = dict(given)
+    match kind:
         case "prompt_lookup":
-            return PromptLookup()
+            return PromptLookup(**options)
+        case "lookahead":
+            return Lookahead(**options)
+        case "jacobi":
+            return Jacobi(**({"pad_id": _pad_id(target)} | options))
         case _:
-            raise BadInput(
-                f"unknown drafter {name!r}{nearest(name, WITHOUT_TRAINING)}; without training there are: "
-                + ", ".join(WITHOUT_TRAINING)
-            )
+            return Suffix(**options)
+
+
+def _pad_id(target: Target | None) -> int:
+    if target is None:
+        return 0
+    sources = (target.tokenizer, target.model.generation_config, target.model.config.get_text_config())
+    known = [getattr(source, "pad_token_id", None) for source in sources] + list(target.eos_token_ids)
+    return next((token for token in known if token is not None and 0 <= token < target.vocab_size), 0)

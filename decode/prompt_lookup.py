@@ -6,19 +6,26 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .draft import Accepted, Draft, TargetOutputs, chain
+from ..errors import BadInput
+from .draft import Accepted, Draft, TargetOutputs, from_lists
+from .named import check_whole
 from .sampling import Sampling
 
 
 class PromptLookup:
     """Matches the newest n-gram, the longest first, against everything before it; the latest match wins.
 
-    A row without a match drafts nothing. Draft tokens are chosen without chance, so their ``draft_probs`` are one-hot.
+    A continuation that reaches the newest token goes on with its own beginning: a text that repeats itself is taken to go
+    on doing so. A row without a match drafts nothing. Draft tokens are chosen without chance, so their ``draft_probs``
+    are one-hot.
     """
 
     num_parameters_read = 0
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
+        check_whole("prompt_lookup", max_ngram=max_ngram, min_ngram=min_ngram)
+        if min_ngram > max_ngram:
+            raise BadInput(f"prompt_lookup: min_ngram {min_ngram} is above max_ngram {max_ngram}")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.rows: list[list[int]] = []
 
@@ -30,19 +37,13 @@ class PromptLookup:
         self.ends = [self._index(row) for row in self.rows]
 
     def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
-        """Continuations of the latest matches, cut to `num_tokens`."""
+        """Continuations of the latest matches, `num_tokens` long."""
         found = [self._continuation(row, ends, num_tokens) for row, ends in zip(self.rows, self.ends, strict=True)]
-        lengths = [len(tokens) for tokens in found]
-        width = max(lengths, default=0)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.long).view(
-            len(found), width
-        )
-        return chain(tokens.to(self.device), lengths=torch.tensor(lengths, device=self.device))
+        return from_lists(found, self.device)
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
         """Append what was emitted."""
-        emitted = accepted.host_tokens
-        for row, ends, tokens in zip(self.rows, self.ends, emitted, strict=True):
+        for row, ends, tokens in zip(self.rows, self.ends, accepted.host_tokens, strict=True):
             for token in tokens:
                 row.append(token)
                 self._remember(row, ends, len(row) - 1)
@@ -63,5 +64,6 @@ class PromptLookup:
         for n in range(min(self.max_ngram, len(row)), self.min_ngram - 1, -1):
             at = ends.get(tuple(row[-n:]))
             if at is not None:
-                return row[at : at + num_tokens]
+                found = row[at : at + num_tokens]
+                return (found * -(-num_tokens // len(found)))[:num_tokens]
         return []

@@ -1,55 +1,30 @@
 """The loop on tiny random models: greedy output is plain greedy output, sampled output has the target's distribution."""
 
-import itertools
-
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from draftsmith import speculative_generate
 from draftsmith.decode.loop import plain_generate
-from draftsmith.decode.sampling import Sampling, probabilities
+from draftsmith.decode.sampling import Sampling
 from draftsmith.errors import BadInput
 from draftsmith.models.draft_lm import cut_vocabulary
 
 FAMILIES = ["tiny_llama", "tiny_qwen2", "tiny_mistral", "tiny_gemma3", "tiny_gpt2"]
 
 
-def naive_greedy(model, prompt, count):
-    """One full forward pass a token, without any cache."""
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens
-
-
-def prompt_of(length, seed, vocab_size=64):
-    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def batch_of(prompts, side="left"):
-    width = max(map(len, prompts))
-    ids, mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width, dtype=torch.long)
-    for i, prompt in enumerate(prompts):
-        at = slice(width - len(prompt), width) if side == "left" else slice(0, len(prompt))
-        ids[i, at], mask[i, at] = torch.tensor(prompt), 1
-    return ids, mask
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", [None, [3, 2, 1], [[0], [1], [0, 0], [0, 0, 1]]], ids=["chain", "widths", "paths"])
-def test_greedy_output_is_plain_greedy_output(family, tree, request):
+def test_greedy_output_is_plain_greedy_output(family, tree, request, reference):
     """Past the sliding windows, in a ragged batch, with a drafter that is often right and often wrong."""
     make = request.getfixturevalue(family)
     target, drafter = make(layers=3, seed=1), make(layers=3, seed=1)
     with torch.no_grad():  # a drafter that agrees now and then
         for parameter in drafter.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    prompts = [prompt_of(n, seed=n) for n in (9, 3, 6)]
-    expected = [naive_greedy(target, prompt, 20) for prompt in prompts]
+    prompts = [reference.prompt_of(n, seed=n) for n in (9, 3, 6)]
+    expected = [reference.naive_greedy(target, prompt, 20) for prompt in prompts]
     for group in ([0], [0, 1, 2]):
-        ids, mask = batch_of([prompts[i] for i in group])
+        ids, mask = reference.batch_of([prompts[i] for i in group])
         out = speculative_generate(
             target, drafter, ids, mask, max_new_tokens=20, num_speculative_tokens=4, tree=tree, eos_token_id=[]
         )
@@ -62,43 +37,14 @@ def test_greedy_output_is_plain_greedy_output(family, tree, request):
             assert row.accepted + row.target_calls - row.emitted in ((0,) if tree is None else (0, 1))
 
 
-def test_a_drafter_that_is_the_target_is_always_accepted(tiny_gemma3):
+def test_a_drafter_that_is_the_target_is_always_accepted(tiny_gemma3, reference):
     target = tiny_gemma3()
     out = speculative_generate(
-        target, tiny_gemma3(), torch.tensor([prompt_of(5, 1)]), max_new_tokens=25, eos_token_id=[]
+        target, tiny_gemma3(), torch.tensor([reference.prompt_of(5, 1)]), max_new_tokens=25, eos_token_id=[]
     )
     assert out.stats.accepted == out.stats.drafted == 20
     assert out.stats.target_calls == 5
     assert out.stats.block_efficiency == 5.0
-
-
-def joint_distribution(model, prompt, count, sampling):
-    """Exact probabilities of the first `count` tokens, by enumeration."""
-    vocab = model.config.vocab_size
-    joint = torch.zeros([vocab] * count, dtype=torch.float64)
-    for prefix in itertools.product(range(vocab), repeat=count - 1):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *prefix]]), use_cache=False).logits[0]
-        probs = probabilities(logits[len(prompt) - 1 :], sampling).double()
-        weight = 1.0
-        for i, token in enumerate(prefix):
-            weight *= float(probs[i, token])
-        joint[prefix] = weight * probs[-1]
-    return joint
-
-
-def check_joint(samples, exact, smallest=1e-4):
-    """Chi-square of sampled token tuples against exact probabilities; rare outcomes are pooled."""
-    counts = torch.zeros_like(exact)
-    for sample in samples:
-        counts[tuple(sample)] += 1
-    assert counts[exact == 0].sum() == 0, "a token that the target cannot emit"
-    expected = exact.flatten() * len(samples)
-    common = expected >= 5
-    observed = torch.cat([counts.flatten()[common], counts.flatten()[~common].sum()[None]])
-    wanted = torch.cat([expected[common], expected[~common].sum()[None]])
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    assert chisquare(observed.numpy(), (wanted * observed.sum() / wanted.sum()).numpy()).pvalue > smallest
 
 
 SAMPLINGS = {
@@ -111,7 +57,7 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("settings", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("shape", ["chain", "tree", "block", "cut"])
-def test_sampled_output_has_the_targets_joint_distribution(settings, shape, tiny_llama):
+def test_sampled_output_has_the_targets_joint_distribution(settings, shape, tiny_llama, reference):
     """3,000 rows in one ragged batch against exact enumeration over the first three tokens."""
     target, drafter = tiny_llama(vocab_size=6, layers=1, seed=5), tiny_llama(vocab_size=6, layers=1, seed=6)
     if shape == "cut":
@@ -129,11 +75,13 @@ def test_sampled_output_has_the_targets_joint_distribution(settings, shape, tiny
         **settings,
         **options,
     )
-    check_joint(out.tokens[:, 3:].tolist(), joint_distribution(target, prompt, 3, Sampling(**settings)))
+    reference.check_joint(
+        out.tokens[:, 3:].tolist(), reference.joint_distribution(target, prompt, 3, Sampling(**settings))
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_small_batches_have_the_same_distribution(batch, tiny_llama):
+def test_small_batches_have_the_same_distribution(batch, tiny_llama, reference):
     target, drafter = tiny_llama(vocab_size=4, layers=1, seed=5), tiny_llama(vocab_size=4, layers=1, seed=6)
     samples = []
     for run in range(240 if batch == 1 else 200):
@@ -149,21 +97,21 @@ def test_small_batches_have_the_same_distribution(batch, tiny_llama):
             seed=run,
         )
         samples.extend(out.tokens[:, 3:].tolist())
-    check_joint(samples, joint_distribution(target, [1, 3, 2], 2, Sampling(1.0, top_p=0.95)))
+    reference.check_joint(samples, reference.joint_distribution(target, [1, 3, 2], 2, Sampling(1.0, top_p=0.95)))
 
 
-def test_a_rows_sample_does_not_depend_on_its_neighbours(tiny_llama):
+def test_a_rows_sample_does_not_depend_on_its_neighbours(tiny_llama, reference):
     target, drafter = tiny_llama(seed=1), tiny_llama(seed=2)
-    prompts = [prompt_of(n, seed=n) for n in (5, 8, 3)]
+    prompts = [reference.prompt_of(n, seed=n) for n in (5, 8, 3)]
     settings = {"max_new_tokens": 20, "temperature": 1.0, "eos_token_id": []}
-    together = speculative_generate(target, drafter, *batch_of(prompts), seed=[7, 8, 9], **settings)
+    together = speculative_generate(target, drafter, *reference.batch_of(prompts), seed=[7, 8, 9], **settings)
     for row, prompt in enumerate(prompts):
         alone = speculative_generate(target, drafter, torch.tensor([prompt]), seed=[7 + row], **settings)
         assert alone.tokens[0, : len(prompt) + 20].tolist() == together.tokens[row, : len(prompt) + 20].tolist()
 
 
-def test_seeds_reproduce_and_differ(tiny_llama):
-    target, drafter, ids = tiny_llama(seed=1), tiny_llama(seed=2), torch.tensor([prompt_of(4, 1)] * 2)
+def test_seeds_reproduce_and_differ(tiny_llama, reference):
+    target, drafter, ids = tiny_llama(seed=1), tiny_llama(seed=2), torch.tensor([reference.prompt_of(4, 1)] * 2)
     first, again, other = (
         speculative_generate(target, drafter, ids, temperature=1.0, seed=seed, eos_token_id=[]).tokens.tolist()
         for seed in (3, 3, 4)
@@ -178,9 +126,9 @@ class TestEnds:
     def emitted(self, out, row, prompt):
         return out.tokens[row, len(prompt) : out.lengths[row]].tolist()
 
-    def test_nothing_after_eos_is_emitted_or_counted(self, tiny_llama):
-        target, prompt = tiny_llama(seed=1), prompt_of(5, 2)
-        free = naive_greedy(target, prompt, 20)[5:]
+    def test_nothing_after_eos_is_emitted_or_counted(self, tiny_llama, reference):
+        target, prompt = tiny_llama(seed=1), reference.prompt_of(5, 2)
+        free = reference.naive_greedy(target, prompt, 20)[5:]
         eos = free[2]
         first = free.index(eos) + 1
         out = speculative_generate(
@@ -197,19 +145,21 @@ class TestEnds:
         assert stats.target_calls == 1
         assert out.stats.conditional_acceptance == [1.0] * first
 
-    def test_several_eos_ids_end_rows_on_their_own(self, tiny_llama):
+    def test_several_eos_ids_end_rows_on_their_own(self, tiny_llama, reference):
         target = tiny_llama(seed=1)
-        prompts = [prompt_of(5, 2), prompt_of(7, 3)]
-        free = [naive_greedy(target, prompt, 20)[len(prompt) :] for prompt in prompts]
+        prompts = [reference.prompt_of(5, 2), reference.prompt_of(7, 3)]
+        free = [reference.naive_greedy(target, prompt, 20)[len(prompt) :] for prompt in prompts]
         eos = [free[0][3], free[1][6]]
-        out = speculative_generate(target, tiny_llama(seed=4), *batch_of(prompts), max_new_tokens=20, eos_token_id=eos)
+        out = speculative_generate(
+            target, tiny_llama(seed=4), *reference.batch_of(prompts), max_new_tokens=20, eos_token_id=eos
+        )
         for row, prompt in enumerate(prompts):
             end = min(free[row].index(token) for token in eos if token in free[row]) + 1
             assert self.emitted(out, row, prompt) == free[row][:end]
 
     @pytest.mark.parametrize("most", [0, 1, 2, 3, 5])
-    def test_a_limit_below_the_draft_is_exact(self, most, tiny_llama):
-        target, prompt = tiny_llama(seed=1), prompt_of(5, 2)
+    def test_a_limit_below_the_draft_is_exact(self, most, tiny_llama, reference):
+        target, prompt = tiny_llama(seed=1), reference.prompt_of(5, 2)
         out = speculative_generate(
             target,
             tiny_llama(seed=1),
@@ -218,52 +168,59 @@ class TestEnds:
             num_speculative_tokens=4,
             eos_token_id=[],
         )
-        assert out.tokens[0].tolist() == naive_greedy(target, prompt, most)
+        assert out.tokens[0].tolist() == reference.naive_greedy(target, prompt, most)
         assert out.stats.emitted == most
 
     @pytest.mark.parametrize("tree", [None, [2, 2]])
-    def test_the_context_limit_ends_rows_cleanly(self, tree, tiny_gpt2):
+    def test_the_context_limit_ends_rows_cleanly(self, tree, tiny_gpt2, reference):
         target = tiny_gpt2(seed=1, n_positions=24)
-        prompts = [prompt_of(24, 1), prompt_of(22, 2), prompt_of(10, 3)]
+        prompts = [reference.prompt_of(24, 1), reference.prompt_of(22, 2), reference.prompt_of(10, 3)]
         out = speculative_generate(
-            target, tiny_gpt2(seed=2, n_positions=24), *batch_of(prompts), max_new_tokens=50, tree=tree, eos_token_id=[]
+            target,
+            tiny_gpt2(seed=2, n_positions=24),
+            *reference.batch_of(prompts),
+            max_new_tokens=50,
+            tree=tree,
+            eos_token_id=[],
         )
         assert out.lengths.tolist() == [24, 24, 24]
         for row, prompt in enumerate(prompts):
-            assert out.tokens[row].tolist() == naive_greedy(target, prompt, 24 - len(prompt))
+            assert out.tokens[row].tolist() == reference.naive_greedy(target, prompt, 24 - len(prompt))
         with pytest.raises(BadInput, match="context of 24"):
-            speculative_generate(target, None, torch.tensor([prompt_of(25, 1)]))
+            speculative_generate(target, None, torch.tensor([reference.prompt_of(25, 1)]))
 
-    def test_an_empty_prompt_starts_from_bos(self, tiny_llama):
+    def test_an_empty_prompt_starts_from_bos(self, tiny_llama, reference):
         target = tiny_llama(seed=1, bos_token_id=3)
         out = speculative_generate(
             target, tiny_llama(seed=2), *[torch.zeros(1, 4, dtype=torch.long)] * 2, eos_token_id=[]
         )
-        assert out.tokens[0].tolist() == naive_greedy(target, [3], 64)
+        assert out.tokens[0].tolist() == reference.naive_greedy(target, [3], 64)
         with pytest.raises(BadInput, match="BOS"):
             speculative_generate(tiny_llama(seed=1), None, torch.zeros(1, 0, dtype=torch.long))
 
 
-def test_prompt_lookup_drafts_what_followed_before_and_stays_exact(tiny_llama):
+def test_prompt_lookup_drafts_what_followed_before_and_stays_exact(tiny_llama, reference):
     target = tiny_llama(seed=1)
-    prompts = [prompt_of(6, 1) * 4, prompt_of(5, 2)]
-    out = speculative_generate(target, "prompt_lookup", *batch_of(prompts), max_new_tokens=60, eos_token_id=[])
+    prompts = [reference.prompt_of(6, 1) * 4, reference.prompt_of(5, 2)]
+    out = speculative_generate(
+        target, "prompt_lookup", *reference.batch_of(prompts), max_new_tokens=60, eos_token_id=[]
+    )
     for row, prompt in enumerate(prompts):
-        assert out.tokens[row, : out.lengths[row]].tolist() == naive_greedy(target, prompt, 60)
+        assert out.tokens[row, : out.lengths[row]].tolist() == reference.naive_greedy(target, prompt, 60)
     assert out.stats.accepted > 0
 
 
-def test_plain_decoding_is_the_loop_without_a_drafter(tiny_qwen2):
-    target, prompt = tiny_qwen2(seed=1), prompt_of(5, 2)
+def test_plain_decoding_is_the_loop_without_a_drafter(tiny_qwen2, reference):
+    target, prompt = tiny_qwen2(seed=1), reference.prompt_of(5, 2)
     out = plain_generate(target, torch.tensor([prompt]), max_new_tokens=12, eos_token_id=[])
-    assert out.tokens[0].tolist() == naive_greedy(target, prompt, 12)
+    assert out.tokens[0].tolist() == reference.naive_greedy(target, prompt, 12)
     assert (out.stats.target_calls, out.stats.drafted, out.stats.emitted) == (12, 0, 12)
     assert out.stats.acceptance_rate is None
 
 
-def test_repetition_penalty_follows_the_draft(tiny_llama):
+def test_repetition_penalty_follows_the_draft(tiny_llama, reference):
     """With the penalty, greedy speculative output equals transformers' own greedy search."""
-    target, prompt = tiny_llama(seed=1), prompt_of(5, 2)
+    target, prompt = tiny_llama(seed=1), reference.prompt_of(5, 2)
     expected = target.generate(
         torch.tensor([prompt]), max_new_tokens=20, do_sample=False, repetition_penalty=1.3, pad_token_id=0
     )[0].tolist()
