@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random models of several families, a tiny tokenizer, and the data beside the checkout."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -186,4 +187,66 @@ def shared_data() -> Path:
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"no {folder}: real prompts and models are not kept in the repository")
+    return folder
+
+
+THINGS = ["apples", "boats", "chairs", "doors", "lamps", "stones", "birds", "letters"]
+PLACES = ["garden", "harbour", "kitchen", "library", "market", "river", "tower", "village"]
+NUMBERS = ["two", "three", "four", "five", "seven", "nine", "eleven", "twelve"]
+
+
+def _chats() -> list[list[dict[str, str]]]:
+    """Questions and answers from few words: a tiny model learns their form in seconds, yet stays unsure of the numbers."""
+    found = []
+    for i, thing in enumerate(THINGS):
+        for j, place in enumerate(PLACES):
+            answer = f"There are {NUMBERS[(3 * i + 5 * j) % 8]} {thing} in the {place}."
+            question = {"role": "user", "content": f"How many {thing} are in the {place}?"}
+            found.append([question, {"role": "assistant", "content": answer}])
+    return found
+
+
+def _teach(model: Any, rows: list[list[int]], steps: int) -> None:
+    """Next-token training on short rows, in place."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+        batch = ids[torch.randint(len(ids), (16,), generator=generator)]
+        logits = model(input_ids=batch).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="session")
+def chat_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_llama: ModelFactory, tokenizer_factory: Callable[..., Any]
+) -> Path:
+    """``model/``: a tiny Llama that has learned to chat, with its tokenizer; ``chats.jsonl`` (48 chats in its language)
+    and ``prompts.jsonl`` (16 other first turns, in two categories). Shared: write nothing into it."""
+    folder = tmp_path_factory.mktemp("chat")
+    chats = _chats()
+    tokenizer = tokenizer_factory(384, [message["content"] for chat in chats for message in chat])
+    rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    model = tiny_llama(vocab_size=384, layers=3, hidden=48, max_position_embeddings=256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.2)
+    _teach(model, [tokenizer(text, add_special_tokens=False).input_ids for text in rendered], steps=90)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    held_out = [i for i in range(len(chats)) if i % 4 == 3]
+    with (folder / "chats.jsonl").open("w") as file:
+        file.writelines(
+            json.dumps({"id": i, "messages": chat}) + "\n" for i, chat in enumerate(chats) if i not in held_out
+        )
+    with (folder / "prompts.jsonl").open("w") as file:
+        for i in held_out:
+            row = {"question_id": i, "category": ("even", "odd")[i // 4 % 2], "turns": [chats[i][0]["content"]]}
+            file.write(json.dumps(row) + "\n")
     return folder
