@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..models.draft_lm import DraftLM
 from ..models.target import Target
 from .forward import CachedLM
 from .sampling import Sampling, draw, probabilities
@@ -38,7 +39,7 @@ class _Row:
 
 @torch.no_grad()
 def generate_batched(
-    target: Target,
+    target: Target | DraftLM,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -52,16 +53,22 @@ def generate_batched(
     """Answer every prompt; rows are yielded as they finish.
 
     Args:
+        target: what answers; a draft model writes with the ids that it scores.
         prompts: token ids, at least one each; their own length plus the answer must fit the target's context.
-        eos_token_ids: None: the target's own.
+        eos_token_ids: None: the target's own (a draft model has none).
         keep_hidden: also return the last hidden states (after the final norm) that the tokens were predicted from.
         indices: numbers of the prompts, which their random streams and ``Generated.index`` go by; None: 0, 1, 2, …
     """
-    eos = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+    model, kept_ids, ends = target, None, eos_token_ids
+    if isinstance(target, Target):
+        model, ends = target.model, target.eos_token_ids if eos_token_ids is None else eos_token_ids
+    else:
+        kept_ids = target.kept_ids
+    eos = frozenset(ends or ())
     numbers = list(range(len(prompts))) if indices is None else list(indices)
     waiting = list(range(len(prompts)))[::-1]
     slots: list[_Row | None] = [None] * min(batch_size, len(prompts))
-    lm = CachedLM(target.model, len(slots), (-1,) if keep_hidden else ())
+    lm = CachedLM(model, len(slots), (-1,) if keep_hidden else ())
     newest = torch.zeros(len(slots), 1, dtype=torch.long, device=target.device)
     while waiting or any(slots):
         free = [i for i, row in enumerate(slots) if row is None]
@@ -75,7 +82,7 @@ def generate_batched(
                 slots[slot] = _Row(numbers[i], [], uniforms, [])
         elif not waiting and len(free) > len(slots) // 2:
             slots, newest = _shrink(lm, slots, newest)
-        yield from _step(lm, slots, newest, sampling, eos, max_new_tokens, keep_hidden)
+        yield from _step(lm, slots, newest, sampling, eos, max_new_tokens, keep_hidden, kept_ids)
 
 
 def _refill_at(slots: int) -> int:
@@ -109,6 +116,7 @@ def _step(
     eos: frozenset[int],
     max_new_tokens: int,
     keep_hidden: bool,
+    kept_ids: Tensor | None,
 ) -> Iterator[Generated]:
     """One token for every busy slot; free slots are fed along and forgotten."""
     out = lm.feed(newest)
@@ -121,6 +129,7 @@ def _step(
         zero = torch.zeros((), dtype=torch.float64)
         uniforms = torch.stack([zero if row is None else row.uniforms[len(row.tokens)] for row in slots])
         chosen = draw(probabilities(out.logits[:, 0], sampling), uniforms.to(newest.device))
+    chosen = chosen if kept_ids is None else kept_ids[chosen]
     newest[:, 0] = chosen
     for slot, (row, token) in enumerate(zip(slots, chosen.tolist(), strict=True)):
         if row is None:

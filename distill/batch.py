@@ -23,7 +23,9 @@ class DistillBatch:
     labels: Int[Tensor, "labels"]
     weights: Float[Tensor, "labels"]
     tokens: int  # without padding
-    teacher: Any = None  # cached outputs of the target at the predictors; None: ask the target
+    # Cached outputs of the target: hidden states at the predictors, TargetTopK there, or a dict of hidden states at all
+    # positions by layer ``{layer: [rows, length, hidden]}``. None: ask the target.
+    teacher: Any = None
 
     @property
     def supervised(self) -> float:

@@ -1,49 +1,102 @@
 """Caches of the target's outputs over a training set: written once, resumable, read in every epoch.
 
-Two forms: the last hidden states, from which the frozen head rebuilds every logit (2 bytes · hidden a label instead of
-2 bytes · vocabulary), or the k most likely ids with the exact log of the mass that all others share.
+Three forms: the last hidden states, from which the frozen head rebuilds every logit (2 bytes · hidden a label instead of
+2 bytes · vocabulary), the k most likely ids with the exact log of the mass that all others share, or the hidden states of
+some layers at every position, which drafters that live on the target are computed from.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..data.encoded_set import EncodedSet
 from ..data.packing import Packed, pack
-from ..data.store import Damage, Store, StoredSequence, bytes_per_row, hidden_arrays, top_k_arrays
+from ..data.store import ArraySpec, Damage, Store, StoredSequence, bytes_per_row, hidden_arrays, top_k_arrays
 from ..data.store_writer import StoreWriter, rebuild
 from ..data.turns import template_hash
 from ..models.target import Target
 from ..models.vocabulary import tokenizer_hash
 from ..progress import say, stage
 from .batch import distill_batch
-from .teacher import Teacher
+from .teacher import Teacher, absolute_layer, all_hidden
 
-Form = Literal["hidden", "topk"]
+Form = Literal["hidden", "topk", "states"]
+_STATES = "states_"  # and the layer's number: the array of a layer's hidden states at all positions
 _ROWS_AT_ONCE = 256  # labels whose logits exist at a time
 _TOKENS_AT_ONCE = 4096
 
 
-def cache_teacher(target: Target, encoded: EncodedSet, form: Form, top_k: int, folder: Path, data_hash: str) -> Store:
-    """The target's outputs at every supervised label of `encoded`, in `folder`; what is missing or damaged is made (again).
+class _Cached(NamedTuple):
+    """What is kept: a form, with the number of ids of `topk` and the layers of `states`."""
+
+    form: Form
+    top_k: int
+    layers: tuple[int, ...]  # as transformers counts hidden states
+
+    def arrays(self, target: Target) -> dict[str, ArraySpec]:
+        """What a row holds. States of a bf16 target stay bf16: some layers exceed the range of float16."""
+        match self.form:
+            case "hidden":
+                return hidden_arrays(target.hidden_size)
+            case "topk":
+                return top_k_arrays(self.top_k)
+            case "states":
+                dtype = torch.bfloat16 if target.dtype == torch.bfloat16 else torch.float16
+                return {f"{_STATES}{layer}": ArraySpec(dtype, (target.hidden_size,)) for layer in self.layers}
+
+    @property
+    def name(self) -> str:
+        """For the fingerprint."""
+        match self.form:
+            case "hidden":
+                return "hidden"
+            case "topk":
+                return f"top {self.top_k}"
+            case "states":
+                return f"states of layers {', '.join(map(str, self.layers))}"
+
+
+def layer_of(array: str) -> int | None:
+    """The layer whose hidden states at all positions `array` holds; None for other arrays."""
+    return int(array.removeprefix(_STATES)) if array.startswith(_STATES) else None
+
+
+def is_teacher_cache(store: Store) -> bool:
+    """Whether `store` was made by :func:`cache_teacher`: its sequences are then numbered as the set's items are."""
+    return "form" in store.fingerprint
+
+
+def cache_teacher(
+    target: Target,
+    encoded: EncodedSet,
+    form: Form,
+    top_k: int,
+    folder: Path,
+    data_hash: str,
+    layers: Sequence[int] = (),
+) -> Store:
+    """The target's outputs at every supervised label of `encoded` (of the form `states`: at every token, of `layers`),
+    in `folder`; what is missing or damaged is made (again). Sequence i belongs to item i of `encoded`.
 
     Raises:
         BadInput: the folder holds a cache of another target, tokenizer, template, data or form; the line names which.
     """
-    arrays = hidden_arrays(target.hidden_size) if form == "hidden" else top_k_arrays(top_k)
-    per_label = bytes_per_row(arrays)
-    labels = encoded.num_supervised
-    fingerprint = _fingerprint(target, encoded, form, top_k, data_hash)
+    cached = _Cached(form, top_k, tuple(absolute_layer(layer, target.num_layers) for layer in layers))
+    arrays = cached.arrays(target)
+    per_row, unit = bytes_per_row(arrays), "token" if form == "states" else "label"
+    counts = encoded.lengths if form == "states" else encoded.supervised
+    rows = int(counts.sum())
+    fingerprint = _fingerprint(target, encoded, cached, data_hash)
     with StoreWriter(folder, fingerprint, arrays) as writer:
         missing = [i for i in range(len(encoded)) if i not in writer.done]
         if missing:
-            say(f"teacher cache: {per_label:,} bytes a label, {labels:,} labels, {per_label * labels / 2**20:,.0f} MiB")
-            with stage("the target reads the training set", labels, unit="labels") as bar:
-                bar.advance(labels - sum(int(encoded.supervised[i]) for i in missing))
-                for sequence in _sequences(target, encoded, missing, form, top_k):
+            say(f"teacher cache: {per_row:,} bytes a {unit}, {rows:,} {unit}s, {per_row * rows / 2**20:,.0f} MiB")
+            with stage("the target reads the training set", rows, unit=f"{unit}s") as bar:
+                bar.advance(rows - sum(int(counts[i]) for i in missing))
+                for sequence in _sequences(target, encoded, missing, cached):
                     writer.append(sequence)
                     bar.advance(len(next(iter(sequence.arrays.values()))))
         if not writer.complete:
@@ -51,13 +104,13 @@ def cache_teacher(target: Target, encoded: EncodedSet, form: Form, top_k: int, f
 
     def again(damage: Damage) -> Iterable[StoredSequence]:
         say(f"teacher cache: {folder / damage.file} is {damage.reason}; making it again")
-        return _sequences(target, encoded, damage.sources, form, top_k)
+        return _sequences(target, encoded, damage.sources, cached)
 
     rebuild(folder, fingerprint, again)
     return Store(folder, fingerprint)
 
 
-def _fingerprint(target: Target, encoded: EncodedSet, form: Form, top_k: int, data_hash: str) -> dict[str, Any]:
+def _fingerprint(target: Target, encoded: EncodedSet, cached: _Cached, data_hash: str) -> dict[str, Any]:
     return {
         "target": target.name,
         "dtype": str(target.dtype),
@@ -65,21 +118,23 @@ def _fingerprint(target: Target, encoded: EncodedSet, form: Form, top_k: int, da
         "chat_template": template_hash(target.tokenizer) if target.tokenizer is not None else None,
         "data": data_hash,
         "max_length": encoded.max_length,
-        "form": form if form == "hidden" else f"top {top_k}",
+        "form": cached.name,
     }
 
 
 @torch.no_grad()
 def _sequences(
-    target: Target, encoded: EncodedSet, numbers: Sequence[int], form: Form, top_k: int
+    target: Target, encoded: EncodedSet, numbers: Sequence[int], cached: _Cached
 ) -> Iterator[StoredSequence]:
     """Run the target over the examples `numbers` and yield their outputs in that order."""
     teacher = Teacher(target)
     for group in _groups(encoded, numbers):
         packed = pack([encoded[i] for i in group], max(int(encoded.lengths[i]) for i in group), numbers=group)
         batch = distill_batch(packed, target.device)
-        rows = _outputs(teacher, teacher.hidden(batch), form, top_k)
-        by_example = _split(packed, rows, encoded)
+        if cached.form == "states":
+            by_example = _split_states(packed, all_hidden(teacher, batch, cached.layers))
+        else:
+            by_example = _split(packed, _outputs(teacher, teacher.hidden(batch), cached), encoded)
         for number in group:
             ids = torch.tensor(encoded[number].input_ids)
             yield StoredSequence(ids, 0, by_example[number], number)
@@ -99,10 +154,10 @@ def _groups(encoded: EncodedSet, numbers: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _outputs(teacher: Teacher, hidden: Tensor, form: Form, top_k: int) -> dict[str, Tensor]:
-    if form == "hidden":
+def _outputs(teacher: Teacher, hidden: Tensor, cached: _Cached) -> dict[str, Tensor]:
+    if cached.form == "hidden":
         return {"hidden": hidden}
-    parts = [_top_k(teacher.head(chunk).float(), top_k) for chunk in hidden.split(_ROWS_AT_ONCE)]
+    parts = [_top_k(teacher.head(chunk).float(), cached.top_k) for chunk in hidden.split(_ROWS_AT_ONCE)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -128,3 +183,14 @@ def _split(packed: Packed, rows: dict[str, Tensor], encoded: EncodedSet) -> dict
         found[placed.example] = {name: values[start:end] for name, values in rows.items()}
         start = end
     return found
+
+
+def _split_states(packed: Packed, states: dict[int, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Every position's rows of a packed batch by example."""
+    return {
+        placed.example: {
+            f"{_STATES}{layer}": rows[placed.row, placed.start : placed.start + placed.length]
+            for layer, rows in states.items()
+        }
+        for placed in packed.placed
+    }

@@ -102,7 +102,8 @@ def train(
             norm = engine.step(rate)
             check_finite("norm of the gradient", norm, step + 1, plan)
             step, stop = step + 1, totals.stop
-            log.write("train", step, step_record(totals, norm, rate, time.perf_counter() - start))
+            measured = getattr(steps, "measured", dict)()  # what making the step's data has shown, if anything
+            log.write("train", step, step_record(totals, norm, rate, time.perf_counter() - start) | measured)
             bar.advance(1, tokens=totals.tokens, loss=totals.loss, **totals.metrics)
             if stop is not None or step % plan.checkpoint_every == 0 or step == plan.total_steps:
                 log.flush()

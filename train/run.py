@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..data.batches import TokenBatches
 from ..decode.packed import unpack, use_backend
 from ..distill.mixture import parse_mixture
-from ..distill.steps import CachedTeacher, DistillSteps
+from ..distill.trainee import StepSource
 from ..errors import BadInput
 from ..heads.build import Trainable, build_trainable
 from ..models.target import Target, load_target
@@ -23,6 +22,7 @@ from .data import TrainingData, prepare_data, served_sampling
 from .dry_run import dry_run
 from .engine import Engine, start_engine
 from .held_out import HeldOut
+from .steps import build_steps, steps_in
 
 FINAL, START = "final", "start"
 
@@ -92,10 +92,10 @@ def _run_loop(
     trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     say(f"drafter: {_millions(objective)} parameters, {trained / 1e6:.1f} M trained, {built.num_scored:,} ids scored")
     objective.to(engine.device).train()
-    steps = _steps(recipe, data, engine, built)
+    steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
-    budget = engine.share(_budget(recipe, folder, steps, evaluate, objective) if engine.is_main else None)
+    budget = engine.share(_budget(recipe, folder, data, steps, evaluate, objective) if engine.is_main else None)
     if not (folder / START).exists():
         _on_main(engine, partial(built.save, folder / START))
     engine.prepare(
@@ -110,21 +110,6 @@ def _run_loop(
             _on_main(engine, partial(built.save, folder / FINAL))
         say(f"finished: the drafter is in {folder / FINAL}")
     return outcome
-
-
-def _steps(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> DistillSteps:
-    batches = TokenBatches(
-        data.encoded,
-        recipe.engine.tokens_per_step,
-        recipe.engine.tokens_per_forward,
-        length=max(int(data.encoded.lengths.max()), recipe.data.max_length if recipe.data.packing else 0),
-        packing=recipe.data.packing,
-        seed=recipe.seed,
-        rank=engine.rank,
-        world_size=engine.world_size,
-    )
-    cached = None if data.cached is None else CachedTeacher(data.cached, data.encoded, built.rank_of)
-    return DistillSteps(batches, engine.device, cached)
 
 
 def _evaluation(built: Trainable, held_out: HeldOut) -> Callable[[int], dict[str, Any]]:
@@ -143,7 +128,8 @@ def _evaluation(built: Trainable, held_out: HeldOut) -> Callable[[int], dict[str
 def _budget(
     recipe: Recipe,
     folder: Path,
-    steps: DistillSteps,
+    data: TrainingData,
+    steps: StepSource,
     evaluate: Callable[[int], dict[str, Any]] | None,
     objective: nn.Module,
 ) -> Budget:
@@ -169,7 +155,7 @@ def _budget(
     return fix_budget(
         recipe.engine,
         folder / "budget.json",
-        steps.batches.num_steps,
+        partial(steps_in, recipe, data),
         seconds_a_step,
         seconds_an_evaluation,
         recipe.evaluate.every,
