@@ -7,19 +7,23 @@ round times every size once), so that a busy machine slows all of them alike, an
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..models.target import Target
-from .draft import Accepted, Drafter, TargetOutputs, wants
+from .draft import Accepted, Drafter, TargetOutputs, share_cache, wants
 from .forward import CachedLM
 from .sampling import Sampling
 
 
 class StepCosts(NamedTuple):
-    """Seconds, medians. ``verification[n]`` is a target pass over n tokens; ``draft[k]`` is one proposal of k tokens."""
+    """Seconds, medians. ``verification[n]`` is a target pass over n tokens; ``draft[k]`` is one proposal of k tokens.
+
+    For a drafter that shares the target's cache, the pass over n > 1 tokens goes on from what its proposal has begun.
+    """
 
     verification: dict[int, float]
     draft: dict[int, float]
@@ -45,26 +49,37 @@ def measure_costs(
 ) -> StepCosts:
     """Time target passes over 1 to ``num_speculative_tokens + 1`` tokens and the drafter's proposals after `prompt`.
 
-    Takes about `seconds`, at least `min_rounds` rounds.
+    Takes about `seconds`, at least `min_rounds` rounds. A drafter that stops by itself is timed up to where it stops.
     """
     ids = torch.tensor([list(prompt)] * batch_size, device=target.device)
     layers = wants(drafter).get("hidden_states", ()) if drafter is not None else ()
     lm = CachedLM(target.model, batch_size, layers)
     prefill = lm.prefill(ids[:, :-1], [ids.shape[1] - 1] * batch_size)
-    zero = torch.zeros(batch_size, dtype=torch.long, device=ids.device)
-    tasks: dict[tuple[str, int], Callable[[], Any]] = {}
+    sampling, generators = Sampling(), [torch.Generator() for _ in range(batch_size)]
+    shares = drafter is not None and share_cache(drafter, lm)
+
+    def reset() -> None:
+        lm.forget_pending()
+        if drafter is not None:
+            _start(drafter, ids, prefill.hidden_states)
+
+    def propose(count: int) -> int:
+        assert drafter is not None
+        return drafter.propose(count, sampling, generators).tokens.shape[1]
 
     def verify(count: int) -> None:
         lm.feed(ids[:, -1:].expand(-1, count).contiguous())
-        lm.keep(zero, [0] * batch_size)
 
+    tasks: dict[tuple[str, int], _Task] = {}
     for count in range(1, num_speculative_tokens + 2):
-        tasks["verify", count] = lambda count=count: verify(count)
+        begun = partial(propose, count - 1) if shares and count > 1 else None
+        tasks["verify", count] = _Task(partial(verify, count), begun, reset if begun else lm.forget_pending)
     if drafter is not None:
-        _start(drafter, ids, prefill.hidden_states)
-        sampling, generators = Sampling(), [torch.Generator() for _ in range(batch_size)]
-        tasks["draft", num_speculative_tokens] = lambda: drafter.propose(num_speculative_tokens, sampling, generators)
-    times = _interleaved(tasks, seconds, min_rounds, after=_reset(drafter, ids, prefill.hidden_states))
+        reset()
+        drafted = propose(num_speculative_tokens)
+        reset()
+        tasks["draft", drafted] = _Task(partial(propose, num_speculative_tokens), None, reset)
+    times = _interleaved(tasks, seconds, min_rounds)
     return StepCosts(
         {count: seconds for (kind, count), seconds in times.items() if kind == "verify"},
         {count: seconds for (kind, count), seconds in times.items() if kind == "draft"},
@@ -80,31 +95,29 @@ def _start(drafter: Drafter, ids: Tensor, hidden: dict[int, Tensor]) -> None:
         drafter.observe(none, TargetOutputs(ids[:, :-1], valid, hidden, None))
 
 
-def _reset(drafter: Drafter | None, ids: Tensor, hidden: dict[int, Tensor]) -> Callable[[str], None]:
-    """A proposal changes the drafter's state: start it anew, outside the clock."""
+class _Task(NamedTuple):
+    """What is timed, and what happens outside the clock: a proposal changes the drafter's state."""
 
-    def reset(kind: str) -> None:
-        if kind == "draft" and drafter is not None:
-            _start(drafter, ids, hidden)
-
-    return reset
+    run: Callable[[], Any]
+    before: Callable[[], Any] | None
+    after: Callable[[], Any]
 
 
-def _interleaved(
-    tasks: dict[tuple[str, int], Callable[[], Any]], seconds: float, min_rounds: int, after: Callable[[str], None]
-) -> dict[tuple[str, int], float]:
+def _interleaved(tasks: dict[tuple[str, int], _Task], seconds: float, min_rounds: int) -> dict[tuple[str, int], float]:
     times: dict[tuple[str, int], list[float]] = {key: [] for key in tasks}
     deadline = time.perf_counter() + seconds
     rounds = 0
     while rounds < min_rounds + 1 or time.perf_counter() < deadline:
         for key, task in tasks.items():
+            if task.before is not None:
+                task.before()
             _synchronise()
             start = time.perf_counter()
-            task()
+            task.run()
             _synchronise()
             if rounds:  # the first round warms up
                 times[key].append(time.perf_counter() - start)
-            after(key[0])
+            task.after()
         rounds += 1
     return {key: statistics.median(values) for key, values in times.items()}
 

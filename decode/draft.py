@@ -115,7 +115,9 @@ class Drafter(Protocol):
     1); and for alpha ``teacher_forced_hidden(input_ids, attention_mask, hidden_states) -> [batch, length, size]``, what
     its first draft token is predicted from after every position of right-padded rows, with
     ``first_token_logits(hidden [n, size]) -> [n, vocab]``, -inf outside its vocabulary. Called before ``start`` where
-    they exist: ``set_tree(layout or None)`` and ``set_confidence(confidence or None)`` (see `confidence.py`).
+    they exist: ``set_tree(layout or None)``, ``set_confidence(confidence or None)`` (see `confidence.py`) and
+    ``share_cache(lm)``: the target as the decoder feeds it, prompts already in its cache. Such a drafter may *begin* the
+    newest token and its draft there, in that order, and nothing else: verification goes on from what it began.
 
     A step may draft nothing, because no row has room or the length policy says so. ``propose`` is not called then, and
     ``observe`` follows ``observe``.
@@ -137,3 +139,11 @@ class Drafter(Protocol):
 def wants(drafter: Any) -> dict[str, Any]:
     """What `drafter` asked for of the target's passes."""
     return getattr(drafter, "wants", None) or {}
+
+
+def share_cache(drafter: Any, lm: Any) -> bool:
+    """Give `drafter` the target as it is fed (a ``CachedLM``) if it takes it. Whether it does."""
+    able = hasattr(drafter, "share_cache")
+    if able:
+        drafter.share_cache(lm)
+    return able

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import BadInput
+from ..models.views import TwoParts
 from .cache import RaggedCache
 
 
@@ -23,7 +24,8 @@ class CachedLM:
     """Feeds a model step by step. Rows are independent: each has its own length (tokens that are in its cache for good).
 
     Fed tokens are *pending* until :meth:`keep` or :meth:`keep_paths` says which stay; the rest is forgotten. Several feeds
-    may be pending at once (a drafter grows its tree level by level).
+    may be pending at once (a drafter grows its tree level by level). A chain may also be *begun*: run through the first
+    layers only, until the next feed takes it through the others.
     """
 
     def __init__(self, model: Any, batch_size: int, hidden_states: Sequence[int] = ()):
@@ -35,6 +37,8 @@ class CachedLM:
         self.num_pending = 0
         self.pending_seen: Tensor | None = None  # [batch, pending, pending], who sees whom; None: a chain
         self.pending_depth: Tensor | None = None  # [batch, pending]
+        self._begun: list[Tensor] = []  # hidden states of pending tokens after the first layers of `_parts`
+        self._parts: TwoParts | None = None
         self._layers = tuple(config.num_hidden_layers + 1 + i if i < 0 else i for i in hidden_states)
         self._asked = tuple(hidden_states)
         self._limit = getattr(config, "max_position_embeddings", None)
@@ -42,11 +46,16 @@ class CachedLM:
 
     @torch.no_grad()
     def prefill(
-        self, input_ids: Int[Tensor, "rows prompt"], lengths: Sequence[int], rows: Int[Tensor, "rows"] | None = None
+        self,
+        input_ids: Int[Tensor, "rows prompt"],
+        lengths: Sequence[int],
+        rows: Int[Tensor, "rows"] | None = None,
+        **inputs: Any,
     ) -> Outputs:
         """Put right-padded prompts into the cache for good, from column 0, in the given `rows` (None: all).
 
         `lengths` are the rows' numbers of real tokens. Rows not named keep their contents. No logits are computed.
+        `inputs` are what the model takes beside the tokens.
         """
         batch, width = input_ids.shape
         hidden: dict[int, Tensor] = {}
@@ -54,7 +63,8 @@ class CachedLM:
             positions = torch.arange(width, device=input_ids.device).expand(batch, width)
             self.cache.place(None if rows is None else positions, 0, width, rows)
             seen = positions[:, :, None] >= positions[:, None, :]
-            hidden = self._run(input_ids, positions, seen, positions, want_logits=False).hidden_states
+            placed = _Placed(positions, seen, positions)
+            hidden = self._run(input_ids, placed, want_logits=False, **inputs).hidden_states
         for row, length in zip(range(batch) if rows is None else rows.tolist(), lengths, strict=True):
             self.host_lengths[row] = length
         self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
@@ -66,33 +76,37 @@ class CachedLM:
         tokens: Int[Tensor, "batch fed"],
         parents: Int[Tensor, "batch fed"] | None = None,
         want_logits: bool = True,
+        **inputs: Any,
     ) -> Outputs:
         """Run the model on `tokens` after each row's cache.
 
         `parents` index into the pending tokens, this feed's included (-1: the token follows the kept ones). None: a chain
-        that goes on from the newest pending token.
+        that goes on from the newest pending token. Where tokens were begun, `tokens` is a chain that starts with them.
+        `inputs` are what the model takes beside the tokens.
         """
-        fed, before = tokens.shape[1], self.num_pending
-        total = before + fed
-        if parents is None and self.pending_seen is None:
-            seen_pending, depth = None, torch.arange(before, total, device=tokens.device)[None]
-        else:
-            seen_pending, depth = self._grow_tree(tokens, parents)
-        longest = max(self.host_lengths)
-        start, width = longest + before, longest + total
-        positions = self.lengths[:, None] + depth
-        columns = None
-        if min(self.host_lengths) != longest:
-            columns = self.lengths[:, None] + torch.arange(before, total, device=tokens.device)
-        self.cache.place(columns, start, width)
-        keys = torch.arange(width, device=tokens.device)
-        if seen_pending is None:
-            key_positions = keys.expand(tokens.shape[0], width)
-            seen = key_positions[:, None, :] <= positions[:, :, None]
-        else:
-            seen, key_positions = self._tree_mask(seen_pending, keys, before)
-        self.num_pending = total
-        return self._run(tokens, positions, seen, key_positions, want_logits)
+        if self._begun:
+            assert parents is None, "what was begun is a chain"
+            return self._finish(tokens, want_logits, **inputs)
+        return self._run(tokens, self._place(tokens, parents), want_logits, **inputs)
+
+    @torch.no_grad()
+    def begin(
+        self, tokens: Int[Tensor, "batch fed"], parts: TwoParts
+    ) -> tuple[Float[Tensor, "batch fed hidden"], Float[Tensor, "batch fed hidden"]]:
+        """Run the first layers on `tokens`, a chain that goes on from the newest pending token, which was begun too.
+
+        Returns what ``parts.first`` does. Their keys and values stay: the next :meth:`feed` adds those of the other layers.
+        """
+        assert self.num_pending == sum(part.shape[1] for part in self._begun), "a token between was fed, not begun"
+        placed = self._place(tokens, None)
+        hidden, normed = parts.first(**self._inputs(tokens, placed))
+        self._begun.append(hidden)
+        self._parts = parts
+        return hidden, normed
+
+    def forget_pending(self) -> None:
+        """Forget all pending tokens."""
+        self._advance(torch.zeros_like(self.lengths), [0] * len(self.host_lengths))
 
     def keep(self, counts: Int[Tensor, "batch"], host_counts: Sequence[int]) -> None:
         """Keep the first ``counts[row]`` pending tokens of every row (a chain), forget the others.
@@ -127,6 +141,44 @@ class CachedLM:
         self.lengths = self.lengths + counts
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, host_counts, strict=True)]
         self.num_pending, self.pending_seen, self.pending_depth = 0, None, None
+        self._begun, self._parts = [], None
+
+    def _finish(self, tokens: Tensor, want_logits: bool, **inputs: Any) -> Outputs:
+        """Take begun tokens through the layers that they lack, and the tokens after them through all."""
+        parts = self._parts
+        assert parts is not None
+        if tokens.shape[1] > self.num_pending:
+            self.begin(tokens[:, self.num_pending :], parts)
+        if unknown := [layer for layer in self._layers if layer != parts.num_first]:
+            raise ValueError(f"a pass in two parts knows the hidden states between them, not those of layers {unknown}")
+        between = torch.cat(self._begun, 1)
+        self.num_pending, self._begun = 0, []
+        out = parts.rest(between, **self._inputs(tokens, self._place(tokens, None)), **inputs)
+        return Outputs(out.logits if want_logits else None, dict.fromkeys(self._asked, between))
+
+    def _place(self, tokens: Tensor, parents: Tensor | None) -> "_Placed":
+        """Make `tokens` pending, and say where their keys go and what they see."""
+        fed, before = tokens.shape[1], self.num_pending
+        total = before + fed
+        if parents is None and self.pending_seen is None:
+            seen_pending, depth = None, torch.arange(before, total, device=tokens.device)[None]
+        else:
+            seen_pending, depth = self._grow_tree(tokens, parents)
+        longest = max(self.host_lengths)
+        start, width = longest + before, longest + total
+        positions = self.lengths[:, None] + depth
+        columns = None
+        if min(self.host_lengths) != longest:
+            columns = self.lengths[:, None] + torch.arange(before, total, device=tokens.device)
+        self.cache.place(columns, start, width)
+        keys = torch.arange(width, device=tokens.device)
+        if seen_pending is None:
+            key_positions = keys.expand(tokens.shape[0], width)
+            seen = key_positions[:, None, :] <= positions[:, :, None]
+        else:
+            seen, key_positions = self._tree_mask(seen_pending, keys, before)
+        self.num_pending = total
+        return _Placed(positions, seen, key_positions)
 
     def _grow_tree(self, tokens: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Extend "who sees whom" among pending tokens by this feed's; returns it and the fed tokens' depths."""
@@ -167,33 +219,33 @@ class CachedLM:
         positions = torch.where(node < 0, keys[None], self.lengths[:, None] + self.pending_depth.gather(1, at))
         return kept | (visible & inside[:, None, :]), positions
 
-    def _run(
-        self, tokens: Tensor, positions: Tensor, seen: Tensor, key_positions: Tensor, want_logits: bool
-    ) -> Outputs:
-        extra: dict[str, Any] = {}
+    def _run(self, tokens: Tensor, placed: "_Placed", want_logits: bool, **inputs: Any) -> Outputs:
         if self._layers:
-            extra["output_hidden_states"] = True
+            inputs["output_hidden_states"] = True
         if self._keeps_logits and not want_logits:
-            extra["logits_to_keep"] = 1
-        # Only padding lies beyond the limit, but a table of positions has no row for it.
-        positions_fed = positions if self._limit is None else positions.clamp(max=self._limit - 1)
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=attention_masks(
-                self.model.config,
-                self.model.config._attn_implementation,
-                self.model.dtype,
-                seen,
-                positions,
-                key_positions,
-            ),
-            position_ids=positions_fed,
-            cache=self.cache,
-            use_cache=True,
-            **extra,
-        )
+            inputs["logits_to_keep"] = 1
+        out = self.model(**self._inputs(tokens, placed), **inputs)
         hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
         return Outputs(out.logits if want_logits else None, hidden)
+
+    def _inputs(self, tokens: Tensor, placed: "_Placed") -> dict[str, Any]:
+        """What a model takes, whatever it is asked for."""
+        config, implementation = self.model.config, self.model.config._attn_implementation
+        # Only padding lies beyond the limit, but a table of positions has no row for it.
+        fed = placed.positions if self._limit is None else placed.positions.clamp(max=self._limit - 1)
+        masks = attention_masks(
+            config, implementation, self.model.dtype, placed.seen, placed.positions, placed.key_positions
+        )
+        taken = {"input_ids": tokens, "attention_mask": masks, "position_ids": fed}
+        return {**taken, "cache": self.cache, "use_cache": True}
+
+
+class _Placed(NamedTuple):
+    """Where fed tokens are, and which columns of the cache they see."""
+
+    positions: Int[Tensor, "rows fed"]
+    seen: Bool[Tensor, "rows fed width"]
+    key_positions: Int[Tensor, "rows width"]
 
 
 def attention_masks(

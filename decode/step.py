@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..models.target import Target
-from .draft import Accepted, Draft, Drafter, TargetOutputs, Verdict, wants
+from .draft import Accepted, Draft, Drafter, TargetOutputs, Verdict, share_cache, wants
 from .forward import CachedLM, Outputs
 from .lengths import LengthPolicy
 from .prompts import Prompts
@@ -87,6 +87,7 @@ class Decoding:
         self.newest = prompts.ids.gather(1, lengths[:, None] - 1)  # [batch, 1]
         prefill = self.lm.prefill(prompts.ids[:, :-1], [length - 1 for length in prompts.lengths])
         if drafter is not None:
+            share_cache(drafter, self.lm)
             drafter.start(prompts.ids, prompts.attention_mask)
             if self.wants:
                 nothing = Accepted(self.newest[:, :0], torch.zeros_like(lengths), self.newest[:, :0], [[]] * batch)
