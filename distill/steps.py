@@ -1,5 +1,6 @@
 """The steps of a distillation run: packed micro-batches, with what the target said at their labels where it is cached."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,10 +8,11 @@ from torch import Tensor
 
 from ..data.batches import TokenBatches
 from ..data.encoded_set import EncodedSet
-from ..data.packing import Packed
+from ..data.packing import Packed, pack
 from ..data.store import Store
 from .batch import DistillBatch, distill_batch
 from .chunked_targets import TargetTopK
+from .rollouts import Rollout, RolloutBuffer
 from .teacher_cache import is_teacher_cache, layer_of
 
 
@@ -80,3 +82,70 @@ class DistillSteps:
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go on from there."""
         self.batches.load_state_dict(state_dict)
+
+
+class RolloutSteps:
+    """Steps with rollouts in them: fixed data for one part of the tokens, answers made while training for the other."""
+
+    def __init__(
+        self,
+        fixed: DistillSteps | None,
+        buffer: RolloutBuffer,
+        *,
+        length: int,
+        tokens_per_forward: int,
+        device: torch.device,
+    ):
+        """`fixed`: the steps of the fixed part; None: rollouts alone. `length`: tokens a packed row holds."""
+        self.fixed, self.buffer, self.device = fixed, buffer, device
+        self.length, self.tokens_per_forward = length, tokens_per_forward
+        self.step = 0
+        self.served: float | None = None  # block efficiency of the stream, when last measured
+
+    def __next__(self) -> list[DistillBatch]:
+        batches = [] if self.fixed is None else next(self.fixed)
+        for group in self._groups(self.buffer.take(self.step)):
+            packed = pack([rollout.encoded for rollout in group], self.length)
+            batches.append(distill_batch(packed, self.device, self._hidden(packed, group)))
+        self.step += 1
+        return batches
+
+    def _groups(self, rollouts: list[Rollout]) -> Iterator[list[Rollout]]:
+        group: list[Rollout] = []
+        tokens = 0
+        for rollout in rollouts:
+            size = len(rollout.encoded.input_ids)
+            if group and tokens + size > self.tokens_per_forward:
+                yield group
+                group, tokens = [], 0
+            group.append(rollout)
+            tokens += size
+        if group:
+            yield group
+
+    def _hidden(self, packed: Packed, group: list[Rollout]) -> Tensor | None:
+        """What decoding has computed already, in the order of the labels; None: the target must be asked."""
+        parts = [group[placed.example].hidden for placed in sorted(packed.placed, key=lambda p: (p.row, p.start))]
+        if any(part is None for part in parts):
+            return None
+        return torch.cat([part for part in parts if part is not None]).to(self.device)
+
+    def measured(self) -> dict[str, float]:
+        """For the log: how the stream was last served."""
+        return {} if self.served is None else {"stream_block_efficiency": self.served}
+
+    def note_served(self, step: int, block_efficiency: float) -> None:
+        """Told by the online stream after each batch of prompts."""
+        self.served = block_efficiency
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step begins, and the rollouts that it may use."""
+        fixed = None if self.fixed is None else self.fixed.state_dict()
+        return {"step": self.step, "fixed": fixed, "buffer": self.buffer.state_dict(), "served": self.served}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from there."""
+        self.step, self.served = int(state_dict["step"]), state_dict["served"]
+        self.buffer.load_state_dict(state_dict["buffer"])
+        if self.fixed is not None:
+            self.fixed.load_state_dict(state_dict["fixed"])
