@@ -62,7 +62,8 @@ def all_hidden(
     teacher: Teacher, batch: DistillBatch, layers: Sequence[int]
 ) -> dict[int, Float[Tensor, "rows length hidden"]]:
     """The target's hidden states of `layers` (counted from 0) over packed rows, the last one after the final norm."""
-    model, backbone = teacher.target.model, teacher.backbone
+    model: Any = teacher.target.model
+    backbone = teacher.backbone
     masks = batch.masks(model.config, model.config._attn_implementation, next(backbone.parameters()).dtype)
     last = teacher.target.num_layers
     out = backbone(
