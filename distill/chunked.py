@@ -59,7 +59,7 @@ def chunked_loss(
     tokens: Int[Tensor, "tokens"] | None = None,
     weights: Float[Tensor, "tokens"] | None = None,
     *,
-    chunk_tokens: int = 512,
+    chunk_tokens: int = 256,
     metrics: bool = False,
     probabilities: Probabilities | None = None,
 ) -> LossSum:
