@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..models.target import Target
-from .draft import Accepted, Drafter, TargetOutputs, share_cache, wants
+from .draft import Accepted, Drafter, TargetOutputs, num_companions, share_cache, wants
 from .forward import CachedLM
 from .sampling import Sampling
 
@@ -22,7 +22,8 @@ from .sampling import Sampling
 class StepCosts(NamedTuple):
     """Seconds, medians. ``verification[n]`` is a target pass over n tokens; ``draft[k]`` is one proposal of k tokens.
 
-    For a drafter that shares the target's cache, the pass over n > 1 tokens goes on from what its proposal has begun.
+    Passes over n > 1 tokens are those that verify a draft of n - 1: with the drafter's companions, and, where it shares
+    the target's cache, from what its proposal has begun.
     """
 
     verification: dict[int, float]
@@ -46,8 +47,11 @@ def measure_costs(
     batch_size: int = 1,
     seconds: float = 8.0,
     min_rounds: int = 5,
+    num_nodes: int | None = None,
 ) -> StepCosts:
     """Time target passes over 1 to ``num_speculative_tokens + 1`` tokens and the drafter's proposals after `prompt`.
+
+    `num_nodes`: of the tree that the drafter grows; passes then go up to that many and one.
 
     Takes about `seconds`, at least `min_rounds` rounds. A drafter that stops by itself is timed up to where it stops.
     """
@@ -65,13 +69,15 @@ def measure_costs(
 
     def propose(count: int) -> int:
         assert drafter is not None
-        return drafter.propose(count, sampling, generators).tokens.shape[1]
+        draft = drafter.propose(count, sampling, generators)
+        return draft.tokens.shape[1] if draft.is_chain and draft.tokens.shape[1] else count
 
     def verify(count: int) -> None:
-        lm.feed(ids[:, -1:].expand(-1, count).contiguous())
+        fed = count + (num_companions(drafter, count - 1) if count > 1 else 0)
+        lm.feed(ids[:, -1:].expand(-1, fed).contiguous())
 
     tasks: dict[tuple[str, int], _Task] = {}
-    for count in range(1, num_speculative_tokens + 2):
+    for count in range(1, (num_nodes or num_speculative_tokens) + 2):
         begun = partial(propose, count - 1) if shares and count > 1 else None
         tasks["verify", count] = _Task(partial(verify, count), begun, reset if begun else lm.forget_pending)
     if drafter is not None:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..decode.draft import wants
-from ..decode.sampling import Sampling, probabilities
+from ..decode.sampling import Sampling, penalise, probabilities
 from ..models.head import split
 from ..models.target import Target
 
@@ -62,7 +62,7 @@ def score(
 ) -> list[TeacherForced]:
     """:func:`teacher_forced` over batches that exist already (training measures the same ones again and again)."""
     if sampling.temperature == 0:
-        sampling = Sampling(temperature=1.0)
+        sampling = Sampling(temperature=1.0, repetition_penalty=sampling.repetition_penalty)
     head = split(target.model)[1]
     results = [TeacherForced(torch.zeros(0), torch.zeros(0)) for _ in range(num_answers)]
     for batch in batches:
@@ -73,6 +73,9 @@ def score(
             for part in torch.arange(count).split(_ROWS_PER_CHUNK):
                 target_logits = head(batch.target_hidden[row, part]).float()
                 draft_logits = drafter.first_token_logits(hidden[row, part])
+                if sampling.repetition_penalty != 1.0:  # as in decoding: the target's alone, drafters propose without
+                    seen = _seen(batch.input_ids[row], batch.positions[row, part], target_logits.shape[-1])
+                    target_logits = penalise(target_logits, seen, sampling.repetition_penalty)
                 alphas.append(_overlap(target_logits, draft_logits, sampling).cpu())
                 agreements.append((target_logits.argmax(-1) == draft_logits.argmax(-1)).float().cpu())
             results[number] = TeacherForced(torch.cat(alphas), torch.cat(agreements))
@@ -113,6 +116,14 @@ def _forced(target: Target, answers: list[Answer], numbers: list[int], layers: S
     at = positions[..., None].expand(-1, -1, out.last_hidden_state.shape[-1])
     counts = [len(answer.tokens) for answer in answers]
     return ForcedBatch(numbers, counts, ids, mask, positions, out.last_hidden_state.gather(1, at), hidden)
+
+
+def _seen(ids: Int[Tensor, "length"], positions: Int[Tensor, "part"], vocab_size: int) -> Bool[Tensor, "part vocab"]:
+    """Which ids stand at or before each of these positions, which follow one another: what the penalty is about."""
+    seen = torch.zeros(len(positions), vocab_size, dtype=torch.int32, device=ids.device)
+    seen[0, ids[: positions[0] + 1]] = 1
+    seen[torch.arange(len(positions), device=ids.device), ids[positions]] = 1
+    return seen.cumsum(0) > 0
 
 
 def _overlap(target_logits: Tensor, draft_logits: Tensor, sampling: Sampling) -> Tensor:

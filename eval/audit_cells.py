@@ -112,16 +112,17 @@ class ExactCells:
 def _grouped(
     masses: Float[np.ndarray, " n"], samples: int
 ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " groups"]]:
-    """Falling masses to groups: one each while it expects enough samples, then as many as it takes.
+    """Falling masses in groups of as many as it takes to expect enough samples (the last one may fall short).
 
     Returns every mass's group and the groups' masses.
     """
-    expected = samples * masses
-    alone = int((expected >= _LEAST_EXPECTED).sum())
-    rest = np.cumsum(expected[alone:]) - expected[alone:]  # of the rest ahead of each
-    group = np.concatenate([np.arange(alone), alone + (rest / _LEAST_EXPECTED).astype(np.int64)])
-    group = np.unique(group, return_inverse=True)[1].astype(np.int64)
-    return group, np.bincount(group, weights=masses).astype(np.float64)
+    ahead = np.concatenate([[0.0], np.cumsum(samples * masses)])
+    starts = [0]
+    while starts[-1] < len(masses):
+        starts.append(int(np.searchsorted(ahead, ahead[starts[-1]] + _LEAST_EXPECTED * (1 - 1e-9))))
+    sizes = np.diff(np.minimum(starts, len(masses)))
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    return group, np.bincount(group, weights=masses, minlength=len(sizes)).astype(np.float64)
 
 
 def _pooled(

@@ -6,6 +6,7 @@ a false alarm is at most what was asked for.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -137,6 +138,7 @@ def holm(pvalues: Sequence[float]) -> list[float]:
     return corrected
 
 
+@lru_cache(maxsize=256)
 def noncentrality(freedom: int, level: float, power: float = POWER) -> float:
     """The noncentrality at which a chi-square test of this `level` rejects with this `power`.
 

@@ -182,7 +182,13 @@ def time_steps(
     with stage("measuring step costs", total=len(contestants), unit="drafters") as progress:
         for contestant in contestants:
             costs = measure_costs(
-                target, contestant.drafter, typical, options.num_speculative_tokens, options.batch_size, seconds=6.0
+                target,
+                contestant.drafter,
+                typical,
+                contestant.record.num_speculative_tokens or options.num_speculative_tokens,
+                options.batch_size,
+                seconds=6.0,
+                num_nodes=contestant.record.tree_nodes,
             )
             contestant.record.cost_ratio = costs.cost_ratio
             contestant.record.verification_cost = cost_model.verification_curve(costs.verification)

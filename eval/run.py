@@ -1,18 +1,25 @@
 """`draftsmith eval`: decode the same prompts plainly and with each drafter, interleaved, and report what was counted."""
 
+import dataclasses
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..data.chats import encode_prompt
 from ..data.sources import Example, read_examples, shipped_evaluation
 from ..decode.packed import Backend, use_backend
+from ..decode.tree import as_layout
 from ..errors import BadInput
 from ..heads import load_drafter
 from ..models.target import Target, load_target
+from ..progress import say
 from ..provenance import environment
 from .alpha import Answer
-from .measure import Contestant, decode_in_turns, teacher_force, time_steps
+from .auto_tree import choose_tree
+from .drift import add_drift
+from .measure import LOSSLESS, Contestant, decode_in_turns, served_sampling, teacher_force, time_steps
 from .options import EvalOptions
 from .records import PromptRecord, RunRecord
 from .report import build_report, write_report
@@ -27,12 +34,16 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     """
     examples = evaluation_prompts(options.prompts, options.limit)
     target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
-    prompts = [encode_prompt(target.tokenizer, example.turns[:1]) for example in examples]
-    _check_lengths(prompts, examples, target, options)
+    if target.tokenizer is None:
+        raise BadInput(f"{options.target}: has no tokenizer, so prompts cannot be encoded")
+    prompts = encode_openings(target, examples, where=options.prompts)
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
     contestants = [_contestant("drafter", options.drafter, options, target, examples, backend)]
     if options.baseline is not None:
         contestants.append(_contestant("baseline", options.baseline, options, target, examples, backend))
+    settings = options.settings()
+    if options.tree == "auto":
+        options, settings["tree_chosen"] = _with_chosen_tree(options, target, prompts, contestants[0])
     plain = decode_in_turns(options, target, prompts, contestants if options.speed else [])
     if options.speed:
         time_steps(options, target, prompts, contestants)
@@ -41,12 +52,16 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     answers = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     for contestant in contestants:
         teacher_force(options, target, contestant, answers)
+        if options.rule not in LOSSLESS and contestant.answers:
+            own = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, contestant.answers, strict=True)]
+            add_drift(target, contestant.record.prompts, own, answers)
     report = build_report(
         target=options.target,
         drafter=options.drafter,
-        settings={**options.settings(), "backend": backend, "turns": "first"},
+        settings={**settings, "backend": backend, "turns": "first"},
         environment=environment(),
         runs=[contestant.record for contestant in contestants],
+        training=training_curve(Path(options.drafter).expanduser()),
         seed=options.seed,
     )
     print_report(report)
@@ -56,18 +71,45 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     return report
 
 
+def _with_chosen_tree(
+    options: EvalOptions, target: Target, prompts: list[list[int]], contestant: Contestant
+) -> tuple[EvalOptions, str]:
+    """The options with the tree that measurement favours, chosen on other answers than those that are measured."""
+    calibration = dataclasses.replace(options, seed=options.seed + 1, max_new_tokens=min(32, options.max_new_tokens))
+    some = prompts[:: max(1, len(prompts) // 12)]
+    answers = [Answer(p, a) for p, a in zip(some, decode_in_turns(calibration, target, some, []), strict=True)]
+    depth = options.num_speculative_tokens
+    layout, words = choose_tree(target, contestant.drafter, answers, served_sampling(options), depth)
+    say(f"tree: {words}")
+    contestant.record.tree_nodes = len(layout.parents)
+    contestant.record.num_speculative_tokens = layout.depth
+    return dataclasses.replace(options, tree=layout.paths), words
+
+
 def evaluation_prompts(source: str, limit: int | None) -> list[Example]:
     """``shipped``: the evaluation prompts of the package, which no training prompt repeats; else a file or data set id."""
     return shipped_evaluation(limit) if source == "shipped" else read_examples(source, limit=limit)
 
 
-def _check_lengths(prompts: list[list[int]], examples: Sequence[Example], target: Target, options: EvalOptions) -> None:
+def encode_openings(target: Target, examples: Sequence[Example], where: str) -> list[list[int]]:
+    """The first user turns (after a system prompt where there is one) as the target reads them when serving.
+
+    Raises:
+        BadInput: one cannot be rendered or leaves no room for an answer; `where` and its id name it.
+    """
+    assert target.tokenizer is not None
     limit = target.context_limit
-    for prompt, example in zip(prompts, examples, strict=True):
-        if limit is not None and len(prompt) >= limit:
+    prompts = []
+    for example in examples:
+        try:
+            prompts.append(encode_prompt(target.tokenizer, example.opening))
+        except BadInput as error:
+            raise BadInput(f"{where}: prompt {example.id!r}: {error}") from error
+        if limit is not None and len(prompts[-1]) >= limit:
             raise BadInput(
-                f"{options.prompts}: prompt {example.id!r} has {len(prompt)} tokens, the target's context is {limit}"
+                f"{where}: prompt {example.id!r} has {len(prompts[-1])} tokens, the target's context is {limit}"
             )
+    return prompts
 
 
 def _contestant(
@@ -78,13 +120,16 @@ def _contestant(
     if module is not None:
         use_backend(module, backend)
     num_passes = getattr(drafter, "num_passes", None)
+    layout = as_layout(options.tree) if isinstance(options.tree, list) else None
+    depth = options.num_speculative_tokens if layout is None else layout.depth
     record = RunRecord(
         name,
         [PromptRecord(example.id, example.category or "all") for example in examples],
         label=str(source),
-        num_speculative_tokens=options.num_speculative_tokens,
+        num_speculative_tokens=depth,
+        tree_nodes=None if layout is None else len(layout.parents),
         sequential=num_passes is None or num_passes(2) > num_passes(1),
-        passes_per_step=None if num_passes is None else num_passes(options.num_speculative_tokens),
+        passes_per_step=None if num_passes is None else num_passes(depth),
         drafter_parameters_read=getattr(drafter, "num_parameters_read", None),
         target_parameters_read=parameters_read(target),
     )
@@ -97,3 +142,25 @@ def parameters_read(target: Target) -> int:
     total = sum(parameter.numel() for parameter in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total if table is head else total - table.numel()
+
+
+def training_curve(checkpoint: Path) -> dict[str, list[Any]] | None:
+    """Loss and held-out alpha by step, where the drafter's run lies around it; None elsewhere."""
+    file = checkpoint.parent / "metrics.jsonl"
+    if not checkpoint.is_dir() or not file.is_file():
+        return None
+    losses: dict[int, float] = {}
+    alphas: dict[int, float] = {}
+    for line in file.read_text("utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            break
+        if record.get("kind") == "train":
+            losses[record["step"]] = record["loss"]
+        elif record.get("kind") == "evaluation" and "alpha" in record:
+            alphas[record["step"]] = record["alpha"]
+    steps = sorted(losses)
+    return (
+        {"steps": steps, "loss": [losses[s] for s in steps], "alpha": [alphas.get(s) for s in steps]} if steps else None
+    )

@@ -1,0 +1,73 @@
+"""`--tree auto`: the static tree that this drafter's ranks and this machine's costs favour.
+
+How often the target takes the drafter's first, second, … choice is measured teacher-forced on the target's own answers; the
+best tree of every size follows from that (arXiv:2402.12374), and the size from what a pass over so many tokens costs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..decode.costs import StepCosts, measure_costs
+from ..decode.draft import wants
+from ..decode.sampling import Sampling, probabilities
+from ..decode.tree import TreeLayout
+from ..decode.tree_search import best_tree, expected_accepted
+from ..errors import BadInput
+from ..models.head import split
+from ..models.target import Target
+from .alpha import Answer, forced_batches
+
+_RANKS = 8  # children of a node that are considered
+_MOST_NODES = 24  # of a tree: beyond that a pass is no longer one over a few tokens
+
+
+def choose_tree(
+    target: Target, drafter: Any, answers: Sequence[Answer], sampling: Sampling, depth: int
+) -> tuple[TreeLayout, str]:
+    """A layout of at most `depth` levels, and the choice in words.
+
+    Raises:
+        BadInput: the drafter has no branches, or gives no probabilities to rank its choices by.
+    """
+    if not hasattr(drafter, "set_tree") or not hasattr(drafter, "first_token_logits"):
+        raise BadInput("--tree auto: this drafter has no branches to choose from")
+    ranks = rank_acceptance(target, drafter, answers, sampling)
+    # One vector for all depths: deeper levels are accepted less often, so the tree is if anything a little too deep.
+    acceptance = [ranks.tolist()] * depth
+    typical = sorted(answers, key=lambda answer: len(answer.prompt))[len(answers) // 2].prompt
+    costs = measure_costs(target, drafter, typical, depth, seconds=10.0, min_rounds=3, num_nodes=_MOST_NODES)
+    layouts = [best_tree(acceptance, nodes) for nodes in range(1, _MOST_NODES + 1)]
+    best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs))
+    gain = _tokens_per_second(best, acceptance, costs) * costs.verification[1]
+    tokens = 1 + expected_accepted(best, acceptance)
+    shape = f"{len(best.parents)} nodes, {best.depth} deep"
+    return best, f"{shape}, expected {tokens:.2f} tokens a pass, {gain:.2f} × plain decoding"
+
+
+def _tokens_per_second(layout: TreeLayout, acceptance: Sequence[Sequence[float]], costs: StepCosts) -> float:
+    assert costs.cost_ratio is not None
+    drafting = layout.depth * costs.cost_ratio * costs.verification[1]
+    return (1 + expected_accepted(layout, acceptance)) / (costs.verification[len(layout.parents) + 1] + drafting)
+
+
+@torch.no_grad()
+def rank_acceptance(
+    target: Target, drafter: Any, answers: Sequence[Answer], sampling: Sampling
+) -> Float[Tensor, "ranks"]:
+    """How often the drafter's r-th most likely token is the one: at temperature 0 the share of positions where it is the
+    target's argmax, else the target's mean probability of it after the sampling transforms."""
+    head = split(target.model)[1]
+    total, positions = torch.zeros(_RANKS), 0
+    for batch in forced_batches(target, answers, wants(drafter).get("hidden_states", ())):
+        hidden = drafter.teacher_forced_hidden(batch.input_ids, batch.attention_mask, batch.hidden_states)
+        hidden = hidden.gather(1, batch.positions[..., None].expand(-1, -1, hidden.shape[-1]))
+        for row, count in enumerate(batch.counts):
+            probs = probabilities(head(batch.target_hidden[row, :count]), sampling)
+            ranked = drafter.first_token_logits(hidden[row, :count]).topk(_RANKS, dim=-1).indices
+            total += probs.gather(1, ranked).sum(0).cpu()
+            positions += count
+    return total / max(positions, 1)
