@@ -11,17 +11,17 @@ from .draft import Drafter
 from .draft_model import DraftModel
 from .jacobi import Jacobi
 from .lookahead import Lookahead
-from .named import parse_named
+from .named import Options, parse_named
 from .prompt_lookup import PromptLookup
 from .suffix import Suffix
 from .tree import TreeLayout
 
 # Names and the options they take.
-WITHOUT_TRAINING: dict[str, tuple[str, ...]] = {
-    "prompt_lookup": ("max_ngram", "min_ngram"),
-    "lookahead": ("window", "ngram", "candidates"),  # arXiv:2402.02057
-    "jacobi": ("pad_id",),  # arXiv:2305.10427
-    "suffix": ("max_match", "min_match"),  # after arXiv:2311.08252
+WITHOUT_TRAINING: dict[str, Options] = {
+    "prompt_lookup": {"max_ngram": int, "min_ngram": int},
+    "lookahead": {"window": int, "ngram": int, "candidates": int},  # arXiv:2402.02057
+    "jacobi": {"pad_id": int},  # arXiv:2305.10427
+    "suffix": {"max_match": int, "min_match": int},  # after arXiv:2311.08252
 }
 
 
@@ -69,8 +69,7 @@ def drafter_without_training(name: str, target: Target | None = None) -> Drafter
     Raises:
         BadInput: an unknown name or option, or a value out of range.
     """
-    kind, given = parse_named(name, WITHOUT_TRAINING, "drafter", more="a model or, without training, ")
-    options: dict[str, Any] = dict(given)
+    kind, options = parse_named(name, WITHOUT_TRAINING, "drafter", more="a model or, without training, ")
     match kind:
         case "prompt_lookup":
             return PromptLookup(**options)

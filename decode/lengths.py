@@ -15,17 +15,17 @@ from ..models.target import Target
 from .confidence import Confidence
 from .costs import StepCosts, measure_costs
 from .draft import Drafter
-from .named import check_share, check_whole, parse_named
+from .named import Options, check_share, check_whole, parse_named
 from .prompts import Prompts
 from .rules import rule_options
 from .tree import TreeLayout
 
 WHAT = "num_speculative_tokens"
 # Names and the options they take.
-POLICIES = {
-    "heuristic": ("first", "most"),
-    "confidence": ("threshold", "most"),
-    "auto": ("most", "acceptance", "memory"),
+POLICIES: dict[str, Options] = {
+    "heuristic": {"first": int, "most": int},
+    "confidence": {"threshold": float, "most": int},
+    "auto": {"most": int, "acceptance": float, "memory": int},
 }
 
 
@@ -214,12 +214,12 @@ def as_length_policy(
         raise BadInput(f"{WHAT}: {type(lengths).__name__} is neither a number nor a length policy")
     name, options = parse_named(lengths, POLICIES, WHAT, more="a number or ")
     if name == "heuristic":
-        return HeuristicLength(**options)  # pyright: ignore[reportArgumentType]
+        return HeuristicLength(**options)
     if name == "confidence":
-        return ConfidenceLength(**options)  # pyright: ignore[reportArgumentType]
+        return ConfidenceLength(**options)
     if drafter is None:
         return FixedLength(0)
-    return _auto(target, drafter, prompts, **options)  # pyright: ignore[reportArgumentType]
+    return _auto(target, drafter, prompts, **options)
 
 
 def stop_by(policy: LengthPolicy, rule: str, options: Mapping[str, Any]) -> tuple[Confidence | None, bool]:

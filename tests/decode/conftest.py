@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from draftsmith.decode.draft import Accepted
 from draftsmith.decode.sampling import Sampling, probabilities
 
 
@@ -73,6 +74,28 @@ def disturbed(model: Any, scale: float = 0.05, seed: int = 3) -> Any:
     return model
 
 
+def started(drafter: Any, prompts: list[list[int]]) -> Any:
+    """`drafter` itself, given these prompts."""
+    drafter.start(*batch_of(prompts, side="right"))
+    return drafter
+
+
+def proposed(drafter: Any, num_tokens: int) -> list[list[int]]:
+    """The rows of its next greedy draft, without padding."""
+    rows = drafter.propose(num_tokens, Sampling(), [])
+    lengths = [rows.tokens.shape[1]] * len(rows.tokens) if rows.lengths is None else rows.lengths.tolist()
+    return [tokens[:length] for tokens, length in zip(rows.tokens.tolist(), lengths, strict=True)]
+
+
+def emitted(tokens: list[list[int]]) -> Accepted:
+    """What a drafter hears after a step that emitted these tokens, whatever was drafted."""
+    lengths = torch.tensor([len(row) for row in tokens])
+    padded = torch.full((len(tokens), int(lengths.max())), -1)
+    for row, new in enumerate(tokens):
+        padded[row, : len(new)] = torch.tensor(new, dtype=torch.long)
+    return Accepted(padded, lengths, torch.full((len(tokens), 0), -1), tokens)
+
+
 @pytest.fixture(scope="session")
 def reference() -> SimpleNamespace:
     """The functions of this file."""
@@ -83,5 +106,8 @@ def reference() -> SimpleNamespace:
         joint_distribution,
         check_joint,
         disturbed,
+        started,
+        proposed,
+        emitted,
     )
     return SimpleNamespace(**{function.__name__: function for function in functions})

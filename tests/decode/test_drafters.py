@@ -1,0 +1,116 @@
+"""Drafters by name: all of them lossless, greedy and sampled, alone and in ragged batches."""
+
+import pytest
+import torch
+
+from draftsmith import speculative_generate
+from draftsmith.decode.drafters import WITHOUT_TRAINING, as_drafter, drafter_without_training, is_without_training
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.tree import as_layout
+from draftsmith.errors import BadInput
+from draftsmith.models.target import as_target
+
+NAMES = ["prompt_lookup:max_ngram=2", "lookahead:window=3,ngram=3,candidates=2", "jacobi", "suffix"]
+TREES = [(name, None) for name in NAMES] + [("suffix", [2, 2, 1])]
+IDS = [name.partition(":")[0] for name in NAMES] + ["suffix tree"]
+
+
+def rows_of(out):
+    return [row[:n] for row, n in zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES, ids=IDS)
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma3"])
+def test_greedy_output_is_plain_greedy_output(name, tree, family, request, reference):
+    """Past the sliding window; some prompts repeat themselves; rows are alone and beside others."""
+    target = request.getfixturevalue(family)(seed=1, vocab_size=24, tie_word_embeddings=False)
+    prompts = [reference.prompt_of(6, 1, 24) * 3, reference.prompt_of(3, 2, 24), reference.prompt_of(7, 3, 24)]
+    expected = [reference.naive_greedy(target, prompt, 24) for prompt in prompts]
+    assert min(len(set(tokens[-24:])) for tokens in expected) > 3
+    for group in ([0], [0, 1, 2]):
+        ids, mask = reference.batch_of([prompts[i] for i in group])
+        out = speculative_generate(target, name, ids, mask, max_new_tokens=24, tree=tree, eos_token_id=[])
+        assert rows_of(out) == [expected[i] for i in group]
+        for row in out.stats.rows:
+            assert row.emitted == 24 == row.accepted + row.target_calls
+    assert 0 < out.stats.accepted < out.stats.drafted
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES, ids=IDS)
+def test_sampled_output_has_the_targets_joint_distribution(name, tree, tiny_llama, reference):
+    """Against exact enumeration over the first three tokens, in one batch whose rows draft what they have seen."""
+    target, prompt = tiny_llama(vocab_size=5, layers=1, seed=5), [1, 4, 2, 1, 4, 3, 1, 4]
+    settings = {"temperature": 0.9, "top_p": 0.95}
+    out = speculative_generate(
+        target,
+        name,
+        torch.tensor([prompt] * 1200),
+        max_new_tokens=3,
+        num_speculative_tokens=2,
+        tree=tree,
+        eos_token_id=[],
+        seed=11,
+        **settings,
+    )
+    assert out.stats.accepted > 0
+    exact = reference.joint_distribution(target, prompt, 3, Sampling(**settings))
+    reference.check_joint(out.tokens[:, len(prompt) :].tolist(), exact)
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES, ids=IDS)
+@pytest.mark.parametrize("policy", [4, "heuristic:first=1"])
+def test_a_rows_sample_does_not_depend_on_its_neighbours(name, tree, policy, tiny_llama, reference):
+    if tree is not None and policy != 4:
+        pytest.skip("a tree has its own depth")
+    target = tiny_llama(vocab_size=8, seed=1, max_position_embeddings=32)
+    prompts = [reference.prompt_of(n, n, 8) for n in (9, 14, 4)]
+    settings = {"temperature": 0.8, "eos_token_id": [], "tree": tree, "num_speculative_tokens": policy}
+    # Rows end in different steps, some of them at the context limit.
+    together = speculative_generate(
+        target, name, *reference.batch_of(prompts), seed=[7, 8, 9], max_new_tokens=24, **settings
+    )
+    for row, prompt in enumerate(prompts):
+        alone = speculative_generate(
+            target, name, torch.tensor([prompt]), seed=[7 + row], max_new_tokens=24, **settings
+        )
+        assert rows_of(alone)[0] == rows_of(together)[row]
+        assert alone.stats.rows[0] == together.stats.rows[row]
+
+
+class TestNames:
+    def test_options_follow_a_colon(self):
+        assert drafter_without_training("prompt_lookup:max_ngram=5, min_ngram=2").max_ngram == 5
+        assert drafter_without_training("lookahead:window=7").window == 7
+        assert drafter_without_training("suffix:max_match=9").max_match == 9
+        assert [is_without_training(name) for name in ("jacobi", "jacobi:pad_id=3", "org/jacobi")] == [
+            True,
+            True,
+            False,
+        ]
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("lookahed", "unknown 'lookahed' .did you mean 'lookahead'.*prompt_lookup, lookahead, jacobi, suffix"),
+            ("suffix:max_ngram=3", "'suffix' has no option 'max_ngram=3'.*max_match=NUMBER, min_match=NUMBER"),
+            ("suffix:max_match", "has no option 'max_match'"),
+            ("suffix:max_match=long", "max_match of 'suffix' is 'long', expected a whole number"),
+            ("suffix:max_match=0", "max_match is 0, expected a whole number of at least 1"),
+            ("lookahead:window=2.5", "window of 'lookahead' is '2.5', expected a whole number"),
+            ("jacobi:pad_id=-1", "pad_id is -1"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, name, says):
+        with pytest.raises(BadInput, match=says):
+            drafter_without_training(name)
+
+    def test_jacobi_pads_with_the_targets_padding(self, tiny_llama):
+        assert as_drafter("jacobi", as_target(tiny_llama(pad_token_id=9))).pad_id == 9
+        assert as_drafter("jacobi", as_target(tiny_llama(eos_token_id=[5, 6]))).pad_id == 5
+        assert as_drafter("jacobi:pad_id=4", as_target(tiny_llama(eos_token_id=5))).pad_id == 4
+        assert drafter_without_training("jacobi").pad_id == 0
+
+    @pytest.mark.parametrize("name", [name for name in WITHOUT_TRAINING if name != "suffix"])
+    def test_drafters_of_chains_take_no_tree(self, name, tiny_llama):
+        with pytest.raises(BadInput, match="takes no tree"):
+            as_drafter(name, as_target(tiny_llama()), as_layout([2]))
