@@ -44,17 +44,19 @@ class Example(NamedTuple):
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property
+    def system(self) -> list[dict[str, str]]:
+        """The system prompt before the first turn; empty where there is none."""
+        return [message for message in self.messages[:1] if message["role"] == "system"]
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The system prompt and the first user turn; a plain text as one user turn."""
+        return self.system + [{"role": "user", "content": turn} for turn in self.turns[:1]]
+
+    @property
     def has_answer(self) -> bool:
         """Whether there is something to learn: an assistant turn, or plain text."""
         return self.text is not None or any(message["role"] == "assistant" for message in self.messages)
-
-    @property
-    def prompt(self) -> list[dict[str, str]]:
-        """Messages before the first assistant turn; a plain text as one user turn."""
-        if self.text is not None:
-            return [{"role": "user", "content": self.text}]
-        roles = [message["role"] for message in self.messages]
-        return self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
 
 
 def read_examples(

@@ -117,6 +117,17 @@ def parse_arrays(index: Mapping[str, Any]) -> dict[str, ArraySpec]:
     }
 
 
+def open_complete(folder: Path, fingerprint: Mapping[str, Any]) -> "Store | None":
+    """The store in `folder` if its writer said that nothing is missing; None when there is none or it is unfinished.
+
+    Takes no lock: any number of processes may read. Raises BadInput for another fingerprint and a damaged index.
+    """
+    if not (folder / INDEX).exists():
+        return None
+    store = Store(folder, fingerprint)
+    return store if store.complete else None
+
+
 class Store(Sequence[StoredSequence]):
     """A store opened for reading: a sequence of :class:`StoredSequence`.
 

@@ -5,6 +5,7 @@ stored as a whole. So what is written depends on the settings and the seed alone
 """
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from ..data.chats import encode_prompt, end_of_turn_ids, user_header
 from ..data.sources import Example, examples_hash
-from ..data.store import ArraySpec, Store, StoredSequence, hidden_arrays
+from ..data.store import ArraySpec, Store, StoredSequence, hidden_arrays, open_complete
 from ..data.store_writer import StoreWriter
 from ..data.turns import has_template, template_hash
 from ..decode.batched import generate_batched
@@ -40,15 +41,16 @@ class AnswerSettings(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How much to write: given prompts all, and of the target's own either a number or what fits into `seconds`."""
+    """How much to write: a number of the target's own prompts beside all given ones, or what fits into `seconds`."""
 
-    own_prompts: int | None = None
+    own_prompts: int | None = None  # goes before `seconds`
     seconds: float | None = None
 
 
 class _Conversation(NamedTuple):
     number: int
     turns: list[str]  # the user's
+    system: Sequence[dict[str, str]] = ()
 
 
 def write_answers(
@@ -62,76 +64,102 @@ def write_answers(
     """Let the target answer `examples` (every user turn, in order) and, with `own_prompts`, prompts that it writes itself.
 
     Under a budget in seconds the first rounds are timed, the number of rounds is fixed and noted in ``folder/rounds.json``,
-    and stays what it is however often the run is interrupted.
+    and stays what it is however often the run is interrupted. A store that is finished is opened as it is.
 
     Raises:
         BadInput: a store made with other settings lies in `folder`; not one prompt fits; nothing was answered.
     """
-    job = _Job(target, examples, own_prompts, settings)
+    job = _Job(target, examples, own_prompts, settings, amount)
+    store = open_complete(folder, job.fingerprint())
+    if store is not None:
+        say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included, written before")
+        return store
     arrays: dict[str, ArraySpec] = hidden_arrays(target.hidden_size) if settings.keep_hidden else {}
     with StoreWriter(folder, job.fingerprint(), arrays, shard_bytes=2**62, flush_seconds=float("inf")) as writer:
-        if not writer.complete:
-            _write_rounds(job, writer, folder / "rounds.json", amount)
-            if not len(writer):
-                raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")
-            writer.finish()
+        _write_rounds(job, writer, folder / "rounds.json")
+        if not len(writer):
+            raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")
+        writer.finish()
     store = Store(folder)
     say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included; {job.dropped_words()}")
     return store
 
 
-def _write_rounds(job: "_Job", writer: StoreWriter, plan_file: Path, amount: Amount) -> None:
+def _write_rounds(job: "_Job", writer: StoreWriter, plan_file: Path) -> None:
     """Round after round until the planned number is written."""
-    size = job.round_size
+    size, most, budget = job.round_size, job.most_rounds, job.amount.seconds
     first = max(writer.done, default=-1) // size + 1  # a round is stored as a whole, so its last number tells
-    job.remember(writer, first)
-    planned = _planned(job, plan_file, amount)
+    job.remember(writer)
+    timed = budget is not None and job.amount.own_prompts is None
+    planned = json.loads(plan_file.read_text())["rounds"] if plan_file.exists() else None if timed else most
     seconds: list[float] = []
-    total = None if planned is None else planned * size
-    expected = amount.seconds
-    with stage(
-        "the target writes and answers prompts", total, unit="prompts", done=first * size, expected_seconds=expected
-    ) as bar:
+    title, expected = "the target writes and answers prompts", budget if timed else None
+    total, done = None if planned is None else job.prompts_before(planned), job.prompts_before(first)
+    with stage(title, total, unit="prompts", done=done, expected_seconds=expected) as bar:
         number = first
-        while planned is None or number < planned:
+        while number < (most if planned is None else planned):
             start = time.monotonic()
-            for sequence in job.round(number, bar):
+            # All of a round or nothing: an interrupted one must not leave its first turns behind.
+            for sequence in list(job.round(number, bar)):
                 writer.append(sequence)
             writer.flush()
             number += 1
             seconds.append(time.monotonic() - start)
             if planned is None and number >= 2:
-                assert amount.seconds is not None
-                planned = max(number, first + round(amount.seconds / (sum(seconds) / len(seconds))))
-                plan_file.write_text(json.dumps({"rounds": planned, "prompts_per_round": size}))
-                bar.total = planned * size
+                assert budget is not None
+                fits = first + round(budget / (sum(seconds) / len(seconds)))
+                planned = int(min(most, max(number, fits)))
+                _note(plan_file, {"rounds": planned, "prompts_per_round": size})
+                bar.total = job.prompts_before(planned)
+    left_out = len(job.examples) - job.given_before(number)
+    if left_out > 0:
+        say(f"{left_out:,} of {len(job.examples):,} given prompts are left out: the budget in minutes is spent")
 
 
-def _planned(job: "_Job", plan_file: Path, amount: Amount) -> int | None:
-    """The number of rounds, where it is known: counted out, or noted by an earlier part of this run."""
-    if plan_file.exists():
-        return int(json.loads(plan_file.read_text())["rounds"])
-    if not job.own_prompts:
-        return -(-len(job.examples) // job.round_size)
-    if amount.own_prompts is not None:
-        both = -(-(len(job.examples) + amount.own_prompts) // job.round_size)
-        return max(both, -(-len(job.examples) // (job.round_size // 2)))  # given prompts are half of a round
-    if amount.seconds is None:
-        raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
-    return None
+def _note(file: Path, value: dict[str, int]) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(value))
+    partial.replace(file)
 
 
 class _Job:
     """What is to be written, and what was dropped on the way."""
 
-    def __init__(self, target: Target, examples: Sequence[Example], own_prompts: bool, settings: AnswerSettings):
-        self.target, self.settings, self.own_prompts = target, settings, own_prompts
+    def __init__(
+        self, target: Target, examples: Sequence[Example], own_prompts: bool, settings: AnswerSettings, amount: Amount
+    ):
+        if own_prompts and amount == Amount():
+            raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
+        self.target, self.settings, self.own_prompts, self.amount = target, settings, own_prompts, amount
         self.examples = list(examples)
         assert target.tokenizer is not None
         self.tokenizer: Any = target.tokenizer
         self.round_size = 4 * settings.batch_size
         self.seen: set[str] = set()
         self.dropped = {"empty or unfinished": 0, "repeated": 0, "too long": 0}
+
+    @property
+    def most_rounds(self) -> int | float:
+        """Rounds until every prompt is answered; infinity where the target writes as many as there is time for."""
+        if not self.own_prompts:
+            return -(-len(self.examples) // self.round_size)
+        if self.amount.own_prompts is None:
+            return math.inf
+        for_given = -(-len(self.examples) // (self.round_size // 2))
+        return max(for_given, -(-(len(self.examples) + self.amount.own_prompts) // self.round_size))
+
+    def given_before(self, rounds: int | float) -> int:
+        """Given prompts in the first `rounds` rounds: half of a round where the target writes the other half."""
+        return int(min(len(self.examples), rounds * (self.round_size // (2 if self.own_prompts else 1))))
+
+    def own_before(self, rounds: int | float) -> int:
+        """The target's own prompts in the first `rounds` rounds; what given ones leave of a round."""
+        room = rounds * self.round_size - self.given_before(rounds) if self.own_prompts else 0
+        return int(room if self.amount.own_prompts is None else min(room, self.amount.own_prompts))
+
+    def prompts_before(self, rounds: int | float) -> int:
+        """All prompts in the first `rounds` rounds."""
+        return self.given_before(rounds) + self.own_before(rounds)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything the answers depend on."""
@@ -142,11 +170,11 @@ class _Job:
             "tokenizer": tokenizer_hash(self.tokenizer),
             "chat_template": template_hash(self.tokenizer),
             "prompts": examples_hash(self.examples),
-            "own_prompts": self.own_prompts,
+            "own_prompts": self.amount.own_prompts or self.own_prompts,
             **settings,
         }
 
-    def remember(self, writer: StoreWriter, rounds: int) -> None:
+    def remember(self, writer: StoreWriter) -> None:
         """Know the prompts of the rounds that are stored, so that none is written twice."""
         if len(writer):
             for sequence in Store(writer.folder):
@@ -155,16 +183,18 @@ class _Job:
     def round(self, number: int, bar: Stage) -> Iterator[StoredSequence]:
         """The conversations of one round, answered turn by turn."""
         waiting = self._conversations(number, bar)
-        contexts: dict[int, list[dict[str, str]]] = {c.number: [] for c in waiting}
+        contexts: dict[int, list[dict[str, str]]] = {c.number: list(c.system) for c in waiting}
         turn = 0
         while waiting:
             prompts, kept = [], []
             for conversation in waiting:
                 contexts[conversation.number].append({"role": "user", "content": conversation.turns[turn]})
                 ids = encode_prompt(self.tokenizer, contexts[conversation.number])
-                if self._fits(ids, first=turn == 0):
+                if len(ids) <= (self.settings.max_prompt_length if turn == 0 else self.settings.max_length - 1):
                     prompts.append(ids)
                     kept.append(conversation)
+                else:
+                    self._drop("too long", bar, prompts=int(turn == 0))
             yield from self._answer(kept, prompts, contexts, turn, bar)
             turn += 1
             waiting = [conversation for conversation in kept if len(conversation.turns) > turn]
@@ -173,24 +203,18 @@ class _Job:
         """What became of the prompts that are not in the store."""
         return "dropped: " + ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
 
-    def _fits(self, ids: list[int], first: bool) -> bool:
-        limit = self.settings.max_prompt_length if first else self.settings.max_length - 1
-        if len(ids) <= limit:
-            return True
-        self.dropped["too long"] += 1
-        return False
+    def _drop(self, reason: str, bar: Stage, prompts: int = 1) -> None:
+        self.dropped[reason] += 1
+        bar.advance(prompts)
 
     def _conversations(self, number: int, bar: Stage) -> list[_Conversation]:
-        """The prompts of a round: given ones and own ones in alternation until the given are used up."""
-        size = self.round_size
-        given_per_round = size // 2 if self.own_prompts else size
-        start = number * given_per_round
-        given = self.examples[start : start + given_per_round]
-        found = [_Conversation(number * size + i, list(example.turns)) for i, example in enumerate(given)]
-        if self.own_prompts:
-            found += self._write_prompts(range(number * size + len(given), (number + 1) * size), bar)
-        else:
-            bar.advance(size - len(given))
+        """The prompts of a round: as many given ones as own ones, until the given are used up."""
+        given = self.examples[self.given_before(number) : self.given_before(number + 1)]
+        first = number * self.round_size
+        found = [_Conversation(first + i, list(example.turns), example.system) for i, example in enumerate(given)]
+        own = self.own_before(number + 1) - self.own_before(number)
+        if own:
+            found += self._write_prompts(range(first + len(given), first + len(given) + own), bar)
         return [conversation for conversation in found if self._is_new(conversation, bar)]
 
     def _write_prompts(self, numbers: range, bar: Stage) -> list[_Conversation]:
@@ -216,19 +240,16 @@ class _Job:
         return [_Conversation(n, [written[n]]) for n in numbers]
 
     def _is_new(self, conversation: _Conversation, bar: Stage) -> bool:
-        text = conversation.turns[0].strip()
-        if not text:
-            reason = "empty or unfinished"
-        else:
-            ids = encode_prompt(self.tokenizer, [{"role": "user", "content": conversation.turns[0]}])
-            key = _plain(self.tokenizer.decode(ids))
-            if key not in self.seen:
-                self.seen.add(key)
-                return True
-            reason = "repeated"
-        self.dropped[reason] += 1
-        bar.advance(1)
-        return False
+        if not conversation.turns or not conversation.turns[0].strip():
+            self._drop("empty or unfinished", bar)
+            return False
+        opening = [*conversation.system, {"role": "user", "content": conversation.turns[0]}]
+        key = _plain(self.tokenizer.decode(encode_prompt(self.tokenizer, opening)))
+        if key in self.seen:
+            self._drop("repeated", bar)
+            return False
+        self.seen.add(key)
+        return True
 
     def _answer(
         self,
@@ -238,11 +259,14 @@ class _Job:
         turn: int,
         bar: Stage,
     ) -> Iterator[StoredSequence]:
+        if not prompts:
+            return
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours in length share a batch
+        longest = self.settings.max_length - len(prompts[order[0]])
         rows = generate_batched(
             self.target,
             [prompts[i] for i in order],
-            max_new_tokens=self.settings.max_new_tokens,
+            max_new_tokens=min(self.settings.max_new_tokens, longest),
             sampling=self.settings.sampling,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,

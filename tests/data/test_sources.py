@@ -39,7 +39,7 @@ def test_prompts_keep_their_names_and_categories(tmp_path):
     )
     (example,) = read_examples(path)
     assert (example.id, example.category, example.turns, example.has_answer) == (81, "writing", ["a", "b"], False)
-    assert example.prompt == example.messages
+    assert example.opening == [{"role": "user", "content": "a"}]
 
 
 def test_plain_text(tmp_path):
@@ -125,9 +125,11 @@ def test_damaged_parquet_and_unreachable_hub_are_one_line(tmp_path):
         assert str(source) in str(raised.value)
 
 
-def test_prompt_is_what_stands_before_the_first_answer():
+def test_the_opening_is_the_system_prompt_and_the_first_user_turn():
     example = Example(0, [{"role": "system", "content": "s"}, USER, ANSWER, USER])
-    assert [message["role"] for message in example.prompt] == ["system", "user"]
+    assert example.opening == example.messages[:2]
+    assert Example(0, [], "a text").opening == [{"role": "user", "content": "a text"}]
+    assert Example(0, [ANSWER]).opening == []
 
 
 def test_hash_depends_on_content_and_order_alone():

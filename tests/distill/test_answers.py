@@ -1,0 +1,299 @@
+"""The target writes the data: what is asked, what is dropped, and that it does not depend on interruptions."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftsmith.data.sources import Example
+from draftsmith.data.store import Store
+from draftsmith.decode.sampling import Sampling
+from draftsmith.distill import answers
+from draftsmith.distill.answers import Amount, AnswerSettings, write_answers
+from draftsmith.errors import BadInput
+from draftsmith.models.target import load_target
+from draftsmith.progress import stage
+
+SETTINGS = AnswerSettings(
+    Sampling(0.8), max_new_tokens=16, max_prompt_length=40, max_length=64, batch_size=4, seed=3, keep_hidden=False
+)
+SELF = Amount(own_prompts=24)
+
+
+@pytest.fixture(scope="module")
+def target(chat_folder):
+    return load_target(str(chat_folder / "model"))
+
+
+def user(*turns, system=None, name=0):
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    return Example(name, ([] if system is None else [{"role": "system", "content": system}]) + messages)
+
+
+def questions(count):
+    return [user(f"How many {word} are in the market?") for word in ("boats", "doors", "lamps", "birds")[:count]]
+
+
+def content(store):
+    return [(sequence.input_ids.tolist(), sequence.prompt_length, sequence.source) for sequence in store]
+
+
+def texts(target, store):
+    return [target.tokenizer.decode(sequence.input_ids) for sequence in store]
+
+
+def test_the_target_answers_in_its_own_template_after_a_system_prompt_too(target, tmp_path):
+    asked = [user("How many boats are in the river?"), user("How many lamps are in the tower?", system="Count.")]
+    settings = SETTINGS._replace(max_prompt_length=60, max_length=90)
+    store = write_answers(target, asked, False, settings, Amount(), tmp_path)
+    plain, guided = texts(target, store)
+    head = "<|im_start|>user\nHow many boats are in the river?<|im_end|>\n<|im_start|>assistant\n"
+    assert plain.startswith(head)
+    assert guided.startswith("<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nHow many lamps")
+    for sequence in store:
+        answer = sequence.input_ids[sequence.prompt_length :].tolist()
+        assert 0 < len(answer) <= 16
+        assert 2 not in answer[:-1], "EOS ends an answer"
+    assert target.tokenizer.decode(store[0].input_ids[: store[0].prompt_length]) == head
+
+
+def test_every_user_turn_is_answered_after_the_answers_before_it(target, tmp_path):
+    asked = [user("How many boats are in the river?", "How many doors are in the tower?"), *questions(1)]
+    store = write_answers(target, asked, False, SETTINGS._replace(max_length=96), Amount(), tmp_path)
+    assert [sequence.source for sequence in store] == [0, 1, 0], "turn by turn"
+    first, _, second = texts(target, store)
+    answered = first.removesuffix("<|im_end|>") + "<|im_end|>\n<|im_start|>user\nHow many doors"
+    assert second.startswith(answered)
+    assert store[2].prompt_length > len(store[0].input_ids)
+
+
+def test_repeated_empty_and_long_prompts_are_dropped_and_counted(target, tmp_path, capsys):
+    long = " ".join(["apples"] * 60)
+    asked = [*questions(1), user(" How many  BOATS are in the market?"), user("  "), user(long), user(), *questions(2)]
+    store = write_answers(target, asked, False, SETTINGS, Amount(), tmp_path)
+    assert [sequence.source for sequence in store] == [0, 6]
+    assert "dropped: 2 empty or unfinished, 2 repeated, 1 too long" in capsys.readouterr().out
+
+
+def test_nothing_left_to_answer_is_an_error(target, tmp_path):
+    with pytest.raises(BadInput, match=r"answered none of the prompts \(dropped: 1 empty"):
+        write_answers(target, [user(" ")], False, SETTINGS, Amount(), tmp_path)
+
+
+def test_the_target_writes_its_own_prompts_each_once_beside_the_given_ones(target, tmp_path):
+    store = write_answers(target, questions(4), True, SETTINGS, SELF, tmp_path)
+    prompts = [target.tokenizer.decode(s.input_ids[: s.prompt_length]) for s in store]
+    assert len(set(prompts)) == len(prompts)
+    sources = [sequence.source for sequence in store]
+    assert sources[:4] == [0, 1, 2, 3], "given prompts first"
+    assert max(sources) < 28, "no more than were asked for"
+    own = [prompt for prompt, source in zip(prompts, sources, strict=True) if source > 3]
+    assert len(own) > 12
+    assert all(prompt.startswith("<|im_start|>user\n") and prompt.count("<|im_start|>") == 2 for prompt in own)
+    assert sum(prompt.startswith("<|im_start|>user\nHow many") for prompt in own) > len(own) / 2, "in its own words"
+
+
+@pytest.mark.parametrize("given", [0, 3, 4, 30])
+@pytest.mark.parametrize("own", [1, 8, 13])
+def test_rounds_hold_exactly_what_was_asked_for(target, given, own):
+    job = answers._Job(target, [user(f"{i}") for i in range(given)], True, SETTINGS, Amount(own))
+    rounds = int(job.most_rounds)
+    assert (job.given_before(rounds), job.own_before(rounds)) == (given, own)
+    assert job.prompts_before(rounds - 1) < given + own
+    with stage("test") as bar:
+        job._write_prompts = lambda numbers, bar: [answers._Conversation(n, [f"own {n}"]) for n in numbers]
+        numbers = [c.number for n in range(rounds) for c in job._conversations(n, bar)]
+    assert len(numbers) == given + own
+    assert numbers == sorted(set(numbers))
+    assert all(number // job.round_size < rounds for number in numbers)
+
+
+def killed(work, moment):
+    """Run `work` in a child process that `moment(kill)` prepares; it must end by SIGKILL."""
+    child = os.fork()
+    if child == 0:
+        try:
+            moment(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            work()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def on_call(monkeypatch, owner, name, number):
+    """Prepare a kill on the `number`-th call of ``owner.name``, before it does anything."""
+    real, calls = getattr(owner, name), []
+
+    def moment(kill):
+        def call(*args, **kwargs):
+            calls.append(0)
+            if len(calls) == number:
+                kill()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    return moment
+
+
+def test_a_killed_run_goes_on_to_the_same_answers(target, tmp_path, monkeypatch):
+    """Killed while prompts are written, in the middle of a round, before and after its shard: as if nothing had been."""
+    asked = [*questions(4), user("How many boats are in the river?", "How many doors are in the tower?")]
+    settings = SETTINGS._replace(keep_hidden=True)
+
+    def work():
+        return write_answers(target, asked, True, settings, Amount(own_prompts=40), tmp_path / "killed")
+
+    whole = write_answers(target, asked, True, settings, Amount(own_prompts=40), tmp_path / "whole")
+    for owner, name, number in [
+        (answers, "generate_batched", 2),  # round 0: prompts are written, answers are not
+        (answers.StoreWriter, "append", 3),
+        (answers.StoreWriter, "flush", 2),  # round 1 is complete but for its shard
+        (answers._Job, "_answer", 2),  # in round 2
+        (answers.StoreWriter, "finish", 1),
+    ]:
+        with monkeypatch.context() as patch:
+            killed(work, on_call(patch, owner, name, number))
+    resumed = work()
+    assert content(resumed) == content(whole)
+    for one, other in zip(resumed, whole, strict=True):
+        torch.testing.assert_close(one.arrays["hidden"], other.arrays["hidden"], rtol=1e-3, atol=1e-3)
+
+
+def test_ctrl_c_in_a_later_turn_leaves_no_half_round(target, tmp_path, monkeypatch):
+    """The store's `with` block flushes on an exception; a round whose second turns are missing would be skipped later."""
+    asked = [user(f"How many {word} are in the river?", "And in the tower?") for word in ("boats", "doors", "lamps")]
+    settings = SETTINGS._replace(max_length=96)
+    whole = write_answers(target, asked, False, settings, Amount(), tmp_path / "whole")
+
+    def interrupted(job, conversations, prompts, contexts, turn, bar, real=answers._Job._answer):
+        if turn:
+            raise KeyboardInterrupt
+        yield from real(job, conversations, prompts, contexts, turn, bar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers._Job, "_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_answers(target, asked, False, settings, Amount(), tmp_path / "stopped")
+    assert content(write_answers(target, asked, False, settings, Amount(), tmp_path / "stopped")) == content(whole)
+
+
+class Clock:
+    """Ten seconds a round, as far as the stage that writes answers can tell."""
+
+    def __init__(self, monkeypatch, stop_before=None):
+        self.now, self.rounds, self.stop_before = 0.0, [], stop_before
+        monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(answers._Job, "round", lambda job, number, bar: self.round(job, number, bar))
+        monkeypatch.setattr(answers._Job, "_write_prompts", self.prompts)
+
+    def round(self, job, number, bar, real=answers._Job.round):
+        if number == self.stop_before:
+            raise KeyboardInterrupt
+        self.rounds.append(number)
+        self.now += 10.0
+        return real(job, number, bar)
+
+    @staticmethod
+    def prompts(job, numbers, bar):
+        return [answers._Conversation(n, [f"How many apples and {n}?"]) for n in numbers]
+
+
+QUICK = SETTINGS._replace(batch_size=1, max_new_tokens=2)  # four prompts a round
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_budget_in_seconds_fixes_the_rounds_once(own, target, tmp_path, monkeypatch, capsys):
+    """Two rounds are timed at 10 s each, so that 50 s hold five; the clock does not matter afterwards."""
+    asked = [] if own else [user(f"How many apples and {i}?") for i in range(40)]
+    folder, other = tmp_path / "whole", tmp_path / "stopped"
+    clock = Clock(monkeypatch)
+    store = write_answers(target, asked, own, QUICK, Amount(seconds=50.0), folder)
+    assert clock.rounds == [0, 1, 2, 3, 4]
+    assert json.loads((folder / "rounds.json").read_text())["rounds"] == 5
+    assert ("20 of 40 given prompts are left out: the budget" in capsys.readouterr().out) is not own
+    clock = Clock(monkeypatch, stop_before=3)
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(target, asked, own, QUICK, Amount(seconds=50.0), other)
+    clock.stop_before, clock.now = None, 1e9
+    assert content(write_answers(target, asked, own, QUICK, Amount(seconds=50.0), other)) == content(store)
+    assert clock.rounds == [0, 1, 2, 3, 4]
+
+
+def test_a_budget_that_is_not_spent_ends_with_the_prompts(target, tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    asked = [user(f"How many apples and {i}?") for i in range(18)]
+    store = write_answers(target, asked, False, QUICK, Amount(seconds=1e6), tmp_path)
+    assert len(store) == 18
+    assert clock.rounds == [0, 1, 2, 3, 4]
+
+
+def test_stored_hidden_states_are_those_that_the_answers_were_predicted_from(target, tmp_path):
+    store = write_answers(target, questions(4), True, SETTINGS._replace(keep_hidden=True), SELF, tmp_path)
+    for sequence in store:
+        out = target.model.base_model(input_ids=sequence.input_ids[None])
+        expected = out.last_hidden_state[0, sequence.prompt_length - 1 : -1]
+        found = sequence.arrays["hidden"].float()
+        assert found.shape == (len(sequence.input_ids) - sequence.prompt_length, target.hidden_size)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # kept as float16
+
+
+def test_answers_do_not_depend_on_the_slot_they_were_written_in(target, tmp_path):
+    """Other neighbours, another order of finishing; a prompt's number alone decides its random stream."""
+    both = write_answers(target, questions(4), False, SETTINGS, Amount(), tmp_path / "all")
+    alone = write_answers(target, questions(4), False, SETTINGS._replace(batch_size=1), Amount(), tmp_path / "one")
+    assert content(both) == content(alone)
+
+
+def test_answers_are_cut_to_max_length_with_their_hidden_states(target, tmp_path):
+    settings = SETTINGS._replace(max_length=34, max_new_tokens=60, keep_hidden=True)
+    store = write_answers(target, questions(4), False, settings, Amount(), tmp_path)
+    whole = write_answers(target, questions(4), False, settings._replace(max_length=90), Amount(), tmp_path / "whole")
+    for cut, long in zip(store, whole, strict=True):
+        assert len(cut.input_ids) <= 34
+        assert cut.input_ids.tolist() == long.input_ids[:34].tolist()
+        assert len(cut.arrays["hidden"]) == len(cut.input_ids) - cut.prompt_length
+
+
+def test_a_target_without_a_template_continues_plain_text(chat_folder, tmp_path):
+    target = load_target(str(chat_folder / "model"))
+    target.tokenizer.chat_template = None
+    text = Example(7, [], "There are four")
+    settings = SETTINGS._replace(max_prompt_length=12)
+    store = write_answers(target, [text], True, settings, Amount(own_prompts=4), tmp_path)
+    first = store[0]
+    assert target.tokenizer.decode(first.input_ids[: first.prompt_length]) == "There are four"
+    assert len(store) > 2, "prompts that stop in the middle are as good as others here"
+
+
+def test_another_target_template_sampling_or_amount_is_refused_by_name(target, chat_folder, tmp_path):
+    write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
+    other = load_target(str(chat_folder / "model"))
+    other.tokenizer.chat_template = other.tokenizer.chat_template.replace("assistant", "helper")
+    cases = [
+        (other, questions(2), SETTINGS, Amount(), "another chat_template"),
+        (target, questions(3), SETTINGS, Amount(), "another prompts"),
+        (target, questions(2), SETTINGS._replace(sampling=Sampling(0.7)), Amount(), "another sampling"),
+        (target, questions(2), SETTINGS._replace(seed=4), Amount(), "another seed"),
+        (target, questions(2), SETTINGS, SELF, "another own_prompts"),
+    ]
+    for model, asked, settings, amount, reason in cases:
+        with pytest.raises(BadInput, match=reason):
+            write_answers(model, asked, amount == SELF, settings, amount, tmp_path)
+
+
+def test_self_written_prompts_need_an_amount(target, tmp_path):
+    with pytest.raises(BadInput, match=r"data\.num_self_prompts: needed for prompts 'self'"):
+        write_answers(target, [], True, SETTINGS, Amount(), tmp_path)
+
+
+def test_a_finished_store_is_read_without_its_lock(target, tmp_path):
+    """All ranks but the first open it at the same time."""
+    store = write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
+    with answers.StoreWriter(tmp_path, store.fingerprint):
+        again = write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
+    assert content(again) == content(Store(Path(tmp_path)))
