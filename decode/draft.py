@@ -21,7 +21,9 @@ class Companions(NamedTuple):
     """
 
     tokens: Int[Tensor, "batch companions"]
-    parents: Int[Tensor, "batch companions"]  # among companions, smaller than the index; -1: the newest emitted token
+    parents: Int[Tensor, "batch companions"]  # among companions, smaller than the index; -1: it follows its host
+    hosts: Int[Tensor, "batch companions"] | None = None  # draft nodes; -1 and None: the newest emitted token
+    embeddings: Float[Tensor, "batch companions hidden"] | None = None  # in place of those of `tokens`
 
 
 class Draft(NamedTuple):
@@ -112,12 +114,13 @@ class Drafter(Protocol):
     Optional attributes: ``wants``, a dict such as ``{"hidden_states": [-1]}`` or ``{"logits": True}``: what of the
     target's pass ``observe`` needs; ``vocabulary``: the ids it can propose (None: all); ``num_parameters_read``:
     parameters read in one pass (for mbsu); ``num_passes(num_tokens)``: its passes to draft that many (parallel heads:
-    1); and for alpha ``teacher_forced_hidden(input_ids, attention_mask, hidden_states) -> [batch, length, size]``, what
-    its first draft token is predicted from after every position of right-padded rows, with
-    ``first_token_logits(hidden [n, size]) -> [n, vocab]``, -inf outside its vocabulary. Called before ``start`` where
-    they exist: ``set_tree(layout or None)``, ``set_confidence(confidence or None)`` (see `confidence.py`) and
-    ``share_cache(lm)``: the target as the decoder feeds it, prompts already in its cache. Such a drafter may *begin* the
-    newest token and its draft there, in that order, and nothing else: verification goes on from what it began.
+    1); ``num_companions``: tokens fed beside a draft, a number or ``num_companions(num_tokens)``; and for alpha
+    ``teacher_forced_hidden(input_ids, attention_mask, hidden_states) -> [batch, length, size]``, what its first draft
+    token is predicted from after every position of right-padded rows, with ``first_token_logits(hidden [n, size]) ->
+    [n, vocab]``, -inf outside its vocabulary. Called before ``start`` where they exist: ``set_tree(layout or None)``,
+    ``set_confidence(confidence or None)`` (see `confidence.py`) and ``share_cache(lm)``: the target as the decoder feeds
+    it, prompts already in its cache. Such a drafter may *begin* the newest token and its draft there, in that order, and
+    nothing else: verification goes on from what it began.
 
     A step may draft nothing, because no row has room or the length policy says so. ``propose`` is not called then, and
     ``observe`` follows ``observe``.
@@ -147,3 +150,9 @@ def share_cache(drafter: Any, lm: Any) -> bool:
     if able:
         drafter.share_cache(lm)
     return able
+
+
+def num_companions(drafter: Any, num_tokens: int) -> int:
+    """Tokens that `drafter` has fed beside a draft of `num_tokens`."""
+    number: Any = getattr(drafter, "num_companions", 0)
+    return number(num_tokens) if callable(number) else number

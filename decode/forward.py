@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import BadInput
 from ..models.views import TwoParts
 from .cache import RaggedCache
+from .masks import attention_masks
 
 
 class Outputs(NamedTuple):
@@ -76,14 +76,18 @@ class CachedLM:
         tokens: Int[Tensor, "batch fed"],
         parents: Int[Tensor, "batch fed"] | None = None,
         want_logits: bool = True,
+        last_embeddings: Float[Tensor, "batch last hidden"] | None = None,
         **inputs: Any,
     ) -> Outputs:
         """Run the model on `tokens` after each row's cache.
 
         `parents` index into the pending tokens, this feed's included (-1: the token follows the kept ones). None: a chain
         that goes on from the newest pending token. Where tokens were begun, `tokens` is a chain that starts with them.
-        `inputs` are what the model takes beside the tokens.
+        `last_embeddings` stand in for those of as many tokens at the end; `inputs` are what the model takes beside tokens.
         """
+        if last_embeddings is not None:
+            known = self.model.get_input_embeddings()(tokens[:, : tokens.shape[1] - last_embeddings.shape[1]])
+            inputs["inputs_embeds"] = torch.cat([known, last_embeddings.to(known.dtype)], 1)
         if self._begun:
             assert parents is None, "what was begun is a chain"
             return self._finish(tokens, want_logits, **inputs)
@@ -224,7 +228,10 @@ class CachedLM:
             inputs["output_hidden_states"] = True
         if self._keeps_logits and not want_logits:
             inputs["logits_to_keep"] = 1
-        out = self.model(**self._inputs(tokens, placed), **inputs)
+        taken = self._inputs(tokens, placed)
+        if "inputs_embeds" in inputs:
+            del taken["input_ids"]
+        out = self.model(**taken, **inputs)
         hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
         return Outputs(out.logits if want_logits else None, hidden)
 
@@ -246,61 +253,3 @@ class _Placed(NamedTuple):
     positions: Int[Tensor, "rows fed"]
     seen: Bool[Tensor, "rows fed width"]
     key_positions: Int[Tensor, "rows width"]
-
-
-def attention_masks(
-    config: Any,
-    implementation: str,
-    dtype: torch.dtype,
-    seen: Bool[Tensor, "rows fed width"],
-    positions: Int[Tensor, "rows fed"],
-    key_positions: Int[Tensor, "rows width"],
-) -> Tensor | dict[str, Tensor]:
-    """What a model takes as ``attention_mask`` so that queries see exactly the keys in `seen`.
-
-    Sliding-window layers see those of them whose position is less than a window away. Boolean ``[rows, 1, fed, width]`` for
-    sdpa, additive for eager attention; a dict by kind of layer for models that mix kinds.
-
-    Raises:
-        BadInput: an attention implementation without token-level masks, or layers whose state cannot be rolled back.
-    """
-    if implementation not in ("sdpa", "eager"):
-        raise BadInput(
-            f"attention implementation {implementation!r} takes no token-level mask: "
-            "load the model with attn_implementation='sdpa'"
-        )
-
-    def as_taken(mask: Tensor) -> Tensor:
-        if implementation == "sdpa":
-            return mask[:, None]
-        return torch.where(mask[:, None], torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
-
-    windows = _windows(config.get_text_config(decoder=True))
-    if not windows:
-        return as_taken(seen)
-    masks: dict[str, Tensor] = {}
-    for kind, window in windows.items():
-        if window:
-            near = positions[:, :, None] - key_positions[:, None, :] < window
-            masks[kind] = as_taken(seen & near)
-        else:
-            masks[kind] = as_taken(seen)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def _windows(config: Any) -> dict[str, int | None]:
-    """Kinds of attention layers and their windows (None: full). Empty for models of full attention only."""
-    window = getattr(config, "sliding_window", None)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-    if unknown:
-        raise BadInput(
-            f"layers of type {unknown[0]!r} keep a state that cannot be rolled back: the model cannot verify drafts"
-        )
-    if not kinds:
-        # Mistral and Phi-3 have one window for all layers and name no layer types.
-        uses_window = window is not None and getattr(config, "use_sliding_window", True)
-        return {"sliding_attention": window} if uses_window else {}
-    if kinds == ["full_attention"]:
-        return {}
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}

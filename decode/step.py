@@ -123,9 +123,12 @@ class Decoding:
             return self.lm.feed(fed)
         parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=-1)
         if draft.companions is not None:
-            nodes, beside = draft.tokens.shape[1], draft.companions.parents
-            parents = torch.cat([parents, torch.where(beside < 0, 0, beside + 1 + nodes)], 1)
+            nodes, beside, hosts = draft.tokens.shape[1], draft.companions.parents, draft.companions.hosts
+            host = torch.zeros_like(beside) if hosts is None else hosts + 1
+            parents = torch.cat([parents, torch.where(beside < 0, host, beside + 1 + nodes)], 1)
             fed = torch.cat([fed, draft.companions.tokens], 1)
+            if draft.companions.embeddings is not None:
+                return self.lm.feed(fed, parents, last_embeddings=draft.companions.embeddings)
         return self.lm.feed(fed, parents)
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ def cut_layers(target_model: PreTrainedModel, layers: Sequence[int]) -> PreTrain
     Raises:
         BadInput: a layer that is not there, or a family whose layers cannot take other places.
     """
-    decoder, config, number = _text_stack(target_model)
+    decoder, config, number = text_stack(target_model)
     if not layers or min(layers) < 0 or max(layers) >= number:
         raise BadInput(f"init.layers: {list(layers)}: expected layers from 0 to {number - 1}, at least one")
     name = type(target_model).__name__
@@ -38,17 +38,17 @@ def cut_layers(target_model: PreTrainedModel, layers: Sequence[int]) -> PreTrain
         config = _in_step(config, layers)
         config.tie_word_embeddings = _tied(target_model)
         model = _build(target_model, config)
-    prefix, stack = _layer_list(decoder, number)
+    prefix, stack = layer_list(decoder, number)
     state = {f"{model.base_model_prefix}.{key}": value for key, value in _cut_state(decoder, prefix, layers).items()}
     head: Any = target_model.get_output_embeddings()
     head_name = next(key for key, module in model.named_modules() if module is model.get_output_embeddings())
     state |= {f"{head_name}.{key}": value for key, value in head.state_dict().items()}
     load_exactly(model, state, f"init.layers: {name}")
-    _check_behaviour(stack, layers, _layer_list(model.base_model, len(layers))[1], name)
+    _check_behaviour(stack, layers, layer_list(model.base_model, len(layers))[1], name)
     return model.to(target_model.device).eval()
 
 
-def _text_stack(model: Any) -> tuple[nn.Module, PreTrainedConfig, int]:
+def text_stack(model: Any) -> tuple[nn.Module, PreTrainedConfig, int]:
     """The module that holds embeddings, layers and norm, its configuration, and how many layers there are."""
     config = model.config.get_text_config()
     decoder = model.base_model if config is model.config else model.get_decoder()
@@ -71,7 +71,8 @@ def _tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def _layer_list(decoder: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
+def layer_list(decoder: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
+    """The list of the decoder's layers, and its name there."""
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
             return name, module
@@ -126,10 +127,10 @@ def block_influence(target: Any, token_batches: Iterable[Int[Tensor, "_ _"]]) ->
         BadInput: no tokens.
     """
     model = as_target(target).model
-    decoder, _, number = _text_stack(model)
+    decoder, _, number = text_stack(model)
     sums, tokens = torch.zeros(number, dtype=torch.float64), 0
     hooks = []
-    for i, layer in enumerate(_layer_list(decoder, number)[1]):
+    for i, layer in enumerate(layer_list(decoder, number)[1]):
 
         def measure(module: nn.Module, args: tuple, kwargs: dict, output: Any, i: int = i) -> None:
             before = (args[0] if args else kwargs["hidden_states"]).float()
@@ -155,7 +156,7 @@ def choose_layers(target: Any, number: int, token_batches: Iterable[Int[Tensor, 
     Raises:
         BadInput: the target has fewer layers, or there are no tokens.
     """
-    available = _text_stack(as_target(target).model)[2]
+    available = text_stack(as_target(target).model)[2]
     if not 1 <= number <= available:
         raise BadInput(f"init.num_layers: {number}: expected 1 to {available}")
     influence = block_influence(target, token_batches)
@@ -175,7 +176,7 @@ def from_config(
         BadInput: an unknown key, values that do not fit together, fewer ids than the target has, or ``copy`` with
             another hidden size.
     """
-    _, config, number = _text_stack(target_model)
+    _, config, number = text_stack(target_model)
     known = {*config.to_dict(), *config.attribute_map, "num_hidden_layers"}
     for key in overrides:
         if key not in known:
