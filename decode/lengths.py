@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import BadInput
 from ..models.target import Target
-from .confidence import Confidence
+from .confidence import Confidence, set_confidence
 from .costs import StepCosts, measure_costs
 from .draft import Drafter
 from .named import Options, check_share, check_whole, parse_named
@@ -111,10 +111,12 @@ class AutoLength:
     With conditional acceptance a_i of draft token i, a step that drafts n emits 1 + Σ_k≤n Π_i≤k a_i tokens
     (arXiv:2211.17192, equation 1, without the assumption of one rate). Each a_i is a mean over a fading `memory` of the
     row's steps, with as much weight as two observations on the estimate for the token before it (for the first: on
-    `acceptance`). Fading is what explores: a length that is not tried is forgotten, and then tried again.
+    `acceptance`). The first step and every 16th after it explore: they draft one token more, which is how a row that
+    gave up drafting finds out when it pays again.
     """
 
     _PRIOR_WEIGHT = 2.0
+    _EXPLORE_EVERY = 16
 
     def __init__(
         self,
@@ -131,18 +133,22 @@ class AutoLength:
         self.acceptance, self.fade = acceptance, 1 - 1 / memory
         self.tested: list[list[float]] = []
         self.accepted: list[list[float]] = []
+        self.step = 0
 
     def start(self, batch: int) -> None:
         """Forget what earlier rows accepted: a sample is to depend on its own seed only."""
-        most = len(self.seconds) - 1
+        most, self.step = len(self.seconds) - 1, 0
         self.tested, self.accepted = ([[0.0] * most for _ in range(batch)] for _ in range(2))
 
     def lengths(self) -> list[int]:
         """Each row's best number, 0 where drafting does not pay."""
-        return [self._best(tested, accepted) for tested, accepted in zip(self.tested, self.accepted, strict=True)]
+        more = int(self.step % self._EXPLORE_EVERY == 0)
+        best = [self._best(tested, accepted) for tested, accepted in zip(self.tested, self.accepted, strict=True)]
+        return [min(length + more, len(self.seconds) - 1) for length in best]
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count the tests of each row's step."""
+        self.step += 1
         for row, (tried, kept) in enumerate(zip(drafted, accepted, strict=True)):
             self.tested[row] = [
                 count * self.fade + (i < tried and i <= kept) for i, count in enumerate(self.tested[row])
@@ -248,6 +254,7 @@ def _auto(target: Target, drafter: Drafter, prompts: Prompts, most: int = 8, **o
     key = len(prompts.lengths), most
     known = _measured.setdefault(target.model, WeakKeyDictionary()).setdefault(identity(drafter), {})
     if key not in known:
+        set_confidence(drafter, None)  # an earlier call's must not shorten what is measured
         known[key] = measure_costs(target, drafter, prompts.rows()[0], most, key[0], seconds=1.0, min_rounds=2)
     return AutoLength(known[key], most, num_passes=getattr(drafter, "num_passes", None), **options)
 

@@ -57,11 +57,10 @@ def test_sampled_output_has_the_targets_joint_distribution(name, tree, tiny_llam
     reference.check_joint(out.tokens[:, len(prompt) :].tolist(), exact)
 
 
-@pytest.mark.parametrize(("name", "tree"), TREES, ids=IDS)
-@pytest.mark.parametrize("policy", [4, "heuristic:first=1"])
+@pytest.mark.parametrize(
+    ("name", "tree", "policy"), [(*case, 4) for case in TREES] + [(name, None, "heuristic:first=1") for name in NAMES]
+)
 def test_a_rows_sample_does_not_depend_on_its_neighbours(name, tree, policy, tiny_llama, reference):
-    if tree is not None and policy != 4:
-        pytest.skip("a tree has its own depth")
     target = tiny_llama(vocab_size=8, seed=1, max_position_embeddings=32)
     prompts = [reference.prompt_of(n, n, 8) for n in (9, 14, 4)]
     settings = {"temperature": 0.8, "eos_token_id": [], "tree": tree, "num_speculative_tokens": policy}
@@ -75,6 +74,40 @@ def test_a_rows_sample_does_not_depend_on_its_neighbours(name, tree, policy, tin
         )
         assert rows_of(alone)[0] == rows_of(together)[row]
         assert alone.stats.rows[0] == together.stats.rows[row]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=IDS[:4])
+def test_rows_end_cleanly_at_the_context_limit(name, tiny_gpt2, reference):
+    """Learned positions: one that does not exist is an error, were it only a lookahead window's."""
+    target = tiny_gpt2(seed=1, vocab_size=16, n_positions=24)
+    prompts = [reference.prompt_of(24, 1, 16), reference.prompt_of(22, 2, 16), reference.prompt_of(10, 3, 16)]
+    out = speculative_generate(target, name, *reference.batch_of(prompts), max_new_tokens=50, eos_token_id=[])
+    assert rows_of(out) == [reference.naive_greedy(target, prompt, 24 - len(prompt)) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES, ids=IDS)
+def test_the_repetition_penalty_follows_the_draft(name, tree, tiny_llama, reference):
+    target, prompt = tiny_llama(seed=1, vocab_size=16), reference.prompt_of(8, 2, 16)
+    expected = target.generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, repetition_penalty=1.1, pad_token_id=0
+    )
+    out = speculative_generate(
+        target, name, torch.tensor([prompt]), max_new_tokens=20, repetition_penalty=1.1, tree=tree, eos_token_id=[]
+    )
+    assert out.tokens.tolist() == expected.tolist()
+    assert out.stats.drafted > 0
+
+
+@pytest.mark.parametrize("name", NAMES, ids=IDS[:4])
+def test_other_rules_take_their_drafts_too(name, tiny_llama, reference):
+    target, prompts = tiny_llama(seed=1, vocab_size=8), [reference.prompt_of(n, n, 8) for n in (9, 1, 4)]
+    ids, mask = reference.batch_of(prompts)
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "eos_token_id": []}
+    for rule in ("multi", "typical", "lenient", "tolerant", "fallback_rollback"):
+        out = speculative_generate(target, name, ids, mask, rule=rule, **settings)
+        assert out.stats.emitted == 36
+    if not name.startswith("lookahead"):
+        assert speculative_generate(target, name, ids, mask, rule="block", **settings).stats.emitted == 36
 
 
 class TestNames:
