@@ -51,6 +51,11 @@ def unpack(model: nn.Module) -> None:
             del module.__dict__["forward"], module.__dict__[_PACKED]
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether some layer uses a packed copy of its weights."""
+    return any(_PACKED in module.__dict__ for module in model.modules())
+
+
 _PACKED = "_draftsmith_packed"
 
 

@@ -22,7 +22,17 @@ from ..models.draft_lm import DraftLM, cut_vocabulary, load_draft_lm, save_draft
 from ..models.lora import add_lora
 from ..models.target import Target
 from ..models.vocabulary import choose_vocabulary, count_tokens
-from ..recipe import DrafterInit, DrafterSection, ModelDrafter, ObjectiveSection
+from ..recipe import (
+    BlockwiseDrafter,
+    DrafterInit,
+    DrafterSection,
+    HydraDrafter,
+    Medusa2Drafter,
+    MedusaDrafter,
+    ModelDrafter,
+    ObjectiveSection,
+)
+from .make import heads_in_training, save_heads
 
 
 class Trainable(NamedTuple):
@@ -54,6 +64,23 @@ def build_trainable(
             save = partial(save_draft_lm, lm, target_name=target.name, tokenizer=target.tokenizer)
             drafter = DraftModel(lm, target.vocab_size)
             return Trainable(distilled, drafter, save, lm.num_scored, distilled.rank_of)
+        case MedusaDrafter() | Medusa2Drafter() | BlockwiseDrafter() | HydraDrafter():
+            kept = None if config.vocabulary is None else kept_ids(config.vocabulary, target, encoded)
+            made = heads_in_training(config, objective, target, kept, served)
+            outputs = made.objective.heads.outputs
+            write = partial(save_heads, config, made, target)
+            return Trainable(made.objective, made.drafter, write, outputs.num_scored, outputs.rows_of_ids())
+
+
+def cached_layers(config: DrafterSection) -> tuple[int, ...] | None:
+    """Hidden states that a cache must hold at every position, by layer (negative: from the end); None: those that labels
+    are predicted from, which the target's answers come with, are enough.
+    """
+    match config:
+        case HydraDrafter() if config.prefix_attention:
+            return (-1,)
+        case _:
+            return None
 
 
 def _draft_model(config: ModelDrafter, target: Target, encoded: EncodedSet) -> DraftLM:
@@ -95,6 +122,8 @@ def kept_ids(size: int, target: Target, encoded: EncodedSet) -> Int[Tensor, "kep
     Raises:
         BadInput: the target has fewer ids.
     """
+    if target.device.type == "meta":  # nothing is computed there: as many ids, whichever they will be
+        return torch.arange(size, device="meta")
     if size > target.vocab_size:
         raise BadInput(f"drafter.vocabulary: {size} ids, the target has {target.vocab_size}")
     counts = count_tokens([encoded.ids[encoded.mask].tolist()], target.vocab_size)

@@ -1,7 +1,7 @@
 """A drafter's own folder: its tensors, its config, and what target it belongs to. The target itself is not in it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,25 @@ _SAMPLE = "_draftsmith_sample"
 
 
 def save_head(
-    folder: str | Path, kind: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], target: Target
+    folder: str | Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    target: Target,
+    extra: Callable[[Path], None] | None = None,
 ) -> None:
     """Save a drafter as `folder`, whole or not at all: ``model.safetensors``, ``config.json``, ``draftsmith.json`` and
     the target's tokenizer, against which a later target's is compared.
 
-    `config` is what the kind needs to build its modules again, in JSON; `tensors` must be whole (gathered).
+    `config` is what the kind needs to build its modules again, in JSON; `tensors` must be whole (gathered); `extra` writes
+    further files into the folder.
     """
     with written_whole(folder) as partial, quiet():
         own = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
         save_file(own, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        if extra is not None:
+            extra(partial)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(partial)
         write_manifest(

@@ -10,8 +10,10 @@ from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
 from ..models.target import as_target
+from .make import KINDS as HEADS
+from .make import load_heads
 
-KINDS = ("model",)
+KINDS = ("model", *HEADS)
 
 
 def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
@@ -32,5 +34,7 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
     match kind:
         case "model":
             return DraftModel(load_draft_lm(name, target), target.vocab_size)
+        case _ if kind in HEADS:
+            return load_heads(name, target)
         case _:
             raise BadInput(f"{name}: a drafter of kind {kind!r} is not known here{nearest(kind, KINDS)}")

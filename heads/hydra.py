@@ -1,0 +1,58 @@
+"""Hydra's heads: each also sees the draft tokens before its own (arXiv:2402.05109)."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from ..models.target import Target
+from .medusa import ResidualBlocks, zeroed
+
+
+class HydraHead(nn.Module):
+    """Head k reads ``[hidden, embedding of the newest emitted token, embeddings of the k draft tokens after it]``.
+
+    One SiLU layer brings these to the hidden size, added to the hidden state; residual SiLU blocks follow.
+    """
+
+    def __init__(self, hidden_size: int, num_tokens: int, num_layers: int):
+        super().__init__()
+        self.mix = nn.Linear((1 + num_tokens) * hidden_size, hidden_size)
+        self.out = zeroed(nn.Linear(hidden_size, hidden_size))
+        self.blocks = ResidualBlocks(hidden_size, num_layers - 1)
+
+    def forward(
+        self, hidden: Float[Tensor, "*batch hidden"], embedded: Float[Tensor, "*batch tokens"]
+    ) -> Float[Tensor, "*batch hidden"]:
+        """`embedded`: the tokens' embeddings, end to end."""
+        mixed = silu(self.mix(torch.cat([hidden, embedded], -1)))
+        return self.blocks(hidden + self.out(mixed))
+
+
+class HydraTrunk(nn.Module):
+    """One network a head; the target's embedding table is used, not held.
+
+    Embeddings are brought to a root mean square of 1 (as the hidden states after a final norm about are): their size
+    differs from family to family by factors of a hundred.
+    """
+
+    sees_drafted = True
+
+    def __init__(self, target: Target, num_heads: int, num_layers: int):
+        super().__init__()
+        hidden = target.hidden_size
+        self.heads = nn.ModuleList(HydraHead(hidden, head + 1, num_layers) for head in range(num_heads))
+        self._embed = (target.model.get_input_embeddings(),)  # in a tuple: not a submodule, not trained
+
+    def prepare(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch prepared"]:
+        """What all heads have in common: the target's hidden states."""
+        return hidden
+
+    def forward(
+        self, head: int, prepared: Float[Tensor, "*batch prepared"], tokens: Int[Tensor, "*batch seen"]
+    ) -> Float[Tensor, "*batch hidden"]:
+        """What head `head` reads its logits from; `tokens`: the newest emitted one and `head` draft tokens after it."""
+        with torch.no_grad():
+            embedded = self._embed[0](tokens).to(prepared.dtype)
+            embedded = nn.functional.rms_norm(embedded, embedded.shape[-1:])
+        return self.heads[head](prepared, embedded.flatten(-2))

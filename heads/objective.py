@@ -1,0 +1,218 @@
+"""Training heads on the target's last hidden state: every head's loss on its own labels, and how often it is right.
+
+Head k at position p guesses token p + k + 2 of the same document, which the target predicts from position p + k + 1. Both
+positions are among those that labels are predicted from, so the hidden states there are all that is needed of the target.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from ..decode.sampling import Sampling, probabilities
+from ..distill.batch import DistillBatch
+from ..distill.chunked import chunked_loss
+from ..distill.chunked_targets import TargetHidden
+from ..distill.mixture import Mixture, parse_mixture
+from ..distill.trainee import LossSums
+from ..models.head import split
+from ..models.target import Target
+from .adapted import AdaptedTarget
+from .features import TargetFeatures
+from .trunk import DraftHeads
+
+RANKS = 10  # most likely tokens of a head whose accuracy is measured
+_MEASURE_EVERY = 8  # forward passes in training: accuracies are over the target's full vocabulary
+_MEASURED_LABELS = 512  # of a training batch, at most
+_ROWS_AT_ONCE = 256
+_MOST_COUNTED = 20_000  # labels that accuracies are remembered over: what heads did long ago should fade
+
+
+class HeadsObjective(nn.Module):
+    """All heads under a mixture of losses, head k weighing ``decay ** k``.
+
+    The loss is Σ_k decay^k Σ_labels loss_k / (supervised labels of the step): a later head has up to k + 1 labels fewer a
+    document. Of the target nothing is a submodule but, with `adapted`, what of it is trained.
+    """
+
+    rank_hits: Int[Tensor, "heads ranks"]
+    rank_counts: Int[Tensor, "heads"]
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        target: Target,
+        mixture: Mixture,
+        decay: float,
+        served: Sampling,
+        chunk_tokens: int = 512,
+        adapted: AdaptedTarget | None = None,
+        target_weight: float = 0.0,
+    ):
+        """`served`: the sampling transforms that decoding will use (greedy: alpha is logged at temperature 1). `adapted`: a
+        target that is trained too, held by KL(original || adapted) of weight `target_weight`.
+        """
+        super().__init__()
+        self.heads, self.mixture, self.decay, self.chunk_tokens = heads, mixture, decay, chunk_tokens
+        self.adapted, self.target_weight = adapted, target_weight
+        self._features = TargetFeatures(target, (-1,))
+        self._target_head = (split(target.model)[1],)
+        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
+        self._calls = 0
+        self._rows_of = heads.outputs.rows_of_ids()
+        # Whole numbers, which a cast of the module to bf16 leaves alone.
+        ranks = min(RANKS, heads.outputs.num_scored)
+        self.register_buffer("rank_hits", torch.zeros(heads.num_heads, ranks, dtype=torch.long))
+        self.register_buffer("rank_counts", torch.zeros(heads.num_heads, dtype=torch.long))
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Told by the loop before every optimizer step: heads may train alone first."""
+        if self.adapted is not None:
+            self.adapted.begin_step(step, total_steps)
+
+    def learning_rate_share(self, name: str) -> float:
+        """Of the recipe's learning rate, for the parameter called `name`."""
+        return self.adapted.learning_rate_share if self.adapted is not None and name.startswith("adapted.") else 1.0
+
+    @property
+    def accuracies(self) -> list[list[float]] | None:
+        """``[head][rank]``: how often that head's rank-th most likely token is the target's, as measured lately."""
+        counts = self.rank_counts.tolist()
+        if not all(counts):
+            return None
+        return [[hit / count for hit in row] for row, count in zip(self.rank_hits.tolist(), counts, strict=True)]
+
+    def forward(self, batch: DistillBatch) -> LossSums:
+        """Sums over the batch's labels; every few calls also accuracies, alpha and the implied block efficiency."""
+        original = self._original(batch)
+        hidden, extra, metrics = original, None, {}
+        if self.adapted is not None:
+            hidden, extra, metrics = self._adapted(batch, original)
+        prepared = self.heads.prepare(hidden)
+        tokens = batch.input_ids.flatten()
+        total = torch.zeros((), device=hidden.device) if extra is None else extra
+        for head, (sources, labels) in enumerate(self.pairs(batch)):
+            seen = tokens[batch.predictors[sources][:, None] + 1 + torch.arange(head + 1, device=tokens.device)]
+            states = self.heads.states(head, prepared[sources], seen)
+            loss = chunked_loss(
+                self.mixture,
+                states,
+                self.heads.outputs.draft_head(head),
+                self._targets(original[labels]) if self.mixture.needs_target else None,
+                self._label_rows(batch.labels[labels]) if self.mixture.needs_tokens else None,
+                batch.weights[labels],
+                chunk_tokens=self.chunk_tokens,
+            )
+            total = total + self.decay**head * loss.sum
+            metrics[f"heads/{head}/loss"] = (loss.sum.detach(), loss.count)
+        if self._calls % _MEASURE_EVERY == 0 or not self.training:
+            most = _MEASURED_LABELS if self.training else len(batch.labels)
+            metrics |= self.measure(batch, original, prepared.detach(), most)
+        self._calls += self.training
+        return LossSums(total, batch.supervised, metrics)
+
+    def pairs(self, batch: DistillBatch) -> Iterator[tuple[Int[Tensor, "n"], Int[Tensor, "n"]]]:
+        """For every head: labels whose predictor a hidden state is taken from, and the labels that are guessed from there."""
+        where = torch.full((batch.input_ids.numel(),), -1, device=batch.predictors.device)
+        where[batch.predictors] = torch.arange(len(batch.predictors), device=where.device)
+        in_document = batch.position_ids.flatten()[batch.predictors]
+        for head in range(self.heads.num_heads):
+            back = head + 1
+            sources = torch.where(in_document >= back, where[(batch.predictors - back).clamp(min=0)], -1)
+            labels = (sources >= 0).nonzero()[:, 0]
+            yield sources[labels], labels
+
+    @torch.no_grad()
+    def measure(
+        self,
+        batch: DistillBatch,
+        original: Float[Tensor, "labels hidden"],
+        prepared: Float[Tensor, "labels prepared"],
+        most: int,
+    ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+        """Of the first `most` labels: per head the share whose most likely (five most likely) tokens hold the target's; head
+        0's alpha; tokens a pass if every position of the text began a step and drafts were taken greedily.
+        """
+        outputs, head = self.heads.outputs, self._target_head[0]
+        original, tokens = original[:most], batch.input_ids.flatten()
+        best = torch.cat([head(rows).argmax(-1) for rows in original.split(_ROWS_AT_ONCE)] or [tokens[:0]])
+        right = torch.zeros(len(best), self.heads.num_heads, dtype=torch.bool, device=best.device)
+        guessed = torch.zeros_like(right)
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        alpha = torch.zeros((), device=best.device)
+        for k, (sources, labels) in enumerate(self.pairs(batch)):
+            inside = labels < len(best)
+            hits = torch.zeros(self.rank_hits.shape[1], dtype=torch.long, device=best.device)
+            for at, label in zip(
+                sources[inside].split(_ROWS_AT_ONCE), labels[inside].split(_ROWS_AT_ONCE), strict=True
+            ):
+                seen = tokens[batch.predictors[at][:, None] + 1 + torch.arange(k + 1, device=at.device)]
+                logits = self.heads.logits(k, prepared[at], seen)
+                found = outputs.to_target_ids(logits.topk(len(hits), dim=-1).indices) == best[label][:, None]
+                hits += found.sum(0)
+                right[at, k], guessed[at, k] = found[:, 0], True
+                if k == 0:
+                    scores = outputs.spread(logits.float(), -torch.inf)
+                    alpha += torch.minimum(self._served(scores), self._served(head(original[label]))).sum()
+            count = int(inside.sum())
+            metrics[f"heads/{k}/top1"] = (hits[0], count)
+            metrics[f"heads/{k}/top5"] = (hits[:5].sum(), count)
+            if k == 0:
+                metrics["alpha"] = (alpha, count)
+            if self.training:
+                self._remember(k, hits, count)
+        return metrics | {"block_efficiency": _implied_block_efficiency(right, guessed)}
+
+    def _remember(self, head: int, hits: Tensor, count: int) -> None:
+        if int(self.rank_counts[head]) > _MOST_COUNTED:
+            self.rank_hits[head] //= 2
+            self.rank_counts[head] //= 2
+        self.rank_hits[head] += hits
+        self.rank_counts[head] += count
+
+    def _original(self, batch: DistillBatch) -> Float[Tensor, "labels hidden"]:
+        if self.adapted is None:
+            return self._features.at_labels(batch)
+        with self.adapted.original():
+            return self._features.at_labels(batch)
+
+    def _adapted(
+        self, batch: DistillBatch, original: Float[Tensor, "labels hidden"]
+    ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor | float, Tensor | float]]]:
+        """Hidden states that the heads shall read, what holds the target, and how far it has moved."""
+        assert self.adapted is not None
+        if not self.adapted.training_target:
+            return original, self.adapted.zero(), {}
+        hidden = self.adapted.hidden(batch)
+        head = self._target_head[0]
+        held = chunked_loss(
+            parse_mixture("forward_kl"),
+            hidden,
+            self.adapted.draft_head(),
+            TargetHidden(original, head),
+            None,
+            batch.weights,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return hidden, self.target_weight * held.sum, {"target_kl": (held.sum.detach(), held.count)}
+
+    def _targets(self, hidden: Float[Tensor, "labels hidden"]) -> TargetHidden:
+        outputs = self.heads.outputs
+        return TargetHidden(hidden, self._target_head[0], outputs.kept_ids, outputs.base)
+
+    def _label_rows(self, labels: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
+        """Labels as rows of the projections; -1 for ids that they do not score."""
+        if self._rows_of is None:
+            return labels
+        self._rows_of = self._rows_of.to(labels.device)
+        return self._rows_of[labels]
+
+
+def _implied_block_efficiency(
+    right: Bool[Tensor, "labels heads"], guessed: Bool[Tensor, "labels heads"]
+) -> tuple[Tensor, Tensor]:
+    """1 and the heads that are right in a row from the first on, over positions where all heads have a label."""
+    starts = guessed.all(1)
+    return starts.sum() + right[starts].long().cumprod(1).sum(), starts.sum()
