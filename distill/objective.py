@@ -23,14 +23,14 @@ class DraftModelObjective(nn.Module):
     def __init__(self, lm: DraftLM, teacher: Teacher, mixture: Mixture, served: Sampling, chunk_tokens: int = 512):
         """`served`: the sampling transforms that decoding will use (greedy: alpha is logged at temperature 1)."""
         super().__init__()
-        self.lm = lm
+        # In float32 whatever the target is in: bf16 cannot hold an optimizer's small steps. DeepSpeed casts a copy.
+        self.lm = lm.float()
         self.mixture, self.chunk_tokens = mixture, chunk_tokens
         self._teacher = (teacher,)  # in a tuple, so that its parameters are not this module's
-        at_one = served._replace(temperature=1.0) if served.temperature == 0 else served
-        self._served = partial(probabilities, sampling=at_one)
+        # A greedy run reports alpha at temperature 1, where filters meant for sampling have no place.
+        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
         self._calls = 0
-        kept = lm.kept_ids
-        self.rank_of = None if kept is None else _inverse(kept, teacher.head.weight.shape[0])
+        self.rank_of = _rank_of(lm, teacher.head.weight.shape[0])
 
     def forward(self, batch: DistillBatch) -> LossSums:
         """Sums over the batch's labels; now and then also of the served alpha and of greedy agreement."""
@@ -42,7 +42,7 @@ class DraftModelObjective(nn.Module):
         loss = chunked_loss(
             self.mixture,
             hidden,
-            DraftHead(head.weight, head.bias, head.transform),
+            DraftHead(head.weight, head.bias, None if head.is_linear else head.transform),
             self._teacher[0].outputs(batch) if needs_target else None,
             self._label_rows(batch.labels) if self.mixture.needs_tokens else None,
             batch.weights,
@@ -64,7 +64,11 @@ class DraftModelObjective(nn.Module):
         return self.rank_of[labels]
 
 
-def _inverse(kept_ids: Tensor, vocab_size: int) -> Tensor:
+def _rank_of(lm: DraftLM, vocab_size: int) -> Tensor | None:
+    """The drafter's row of each of the target's ids, -1 for those that it does not score; None: all, in order."""
+    if lm.kept_ids is None and lm.num_scored >= vocab_size:
+        return None
+    scored = torch.arange(lm.num_scored) if lm.kept_ids is None else lm.kept_ids.cpu()
     rank = torch.full((vocab_size,), -1, dtype=torch.long)
-    rank[kept_ids.cpu()] = torch.arange(len(kept_ids))
+    rank[scored] = torch.arange(len(scored))
     return rank

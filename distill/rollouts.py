@@ -7,7 +7,7 @@ whether its draft token was accepted or rejected, become the signal: the target 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -33,6 +33,7 @@ class Rollout(NamedTuple):
     born: int  # the step it was made in
 
 
+@runtime_checkable
 class Source(Protocol):
     """Makes rollouts for prompts with the drafter as it is now."""
 

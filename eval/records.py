@@ -68,7 +68,7 @@ class RunRecord:
     cost_ratio: float | None = None  # time of one drafter step / time of one target step
     verification_cost: list[float] | None = None
     sequential: bool = True  # one drafter pass a draft token; False: passes do not grow with the draft (parallel heads)
-    passes_per_step: float | None = None  # None: num_speculative_tokens where sequential, else 1
+    passes_per_step: int | float | None = None  # None: num_speculative_tokens where sequential, else 1
     drafter_parameters_read: int | None = None  # in one pass
     target_parameters_read: int | None = None
 
@@ -78,7 +78,7 @@ class RunRecord:
         return any(prompt.target_calls is not None for prompt in self.prompts)
 
     @property
-    def passes(self) -> float | None:
+    def passes(self) -> int | float | None:
         """Drafter passes in one step."""
         if self.passes_per_step is not None:
             return self.passes_per_step

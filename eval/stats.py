@@ -80,7 +80,7 @@ def estimate(
     """
     missing = np.any([np.isnan(count).reshape(len(count), -1).any(axis=1) for count in counts], axis=0)
     counts = tuple(np.where(missing.reshape(-1, *[1] * (count.ndim - 1)), 0.0, count) for count in counts)
-    pooled = np.asarray(statistic(*[count.sum(axis=0) for count in counts]))
+    pooled = np.asarray(statistic(*[np.asarray(count.sum(axis=0)) for count in counts]))
     each = np.asarray(statistic(*counts))
     resampled = np.asarray(statistic(*[weights @ count for count in counts]))
     defined = np.isfinite(each).sum(axis=0)

@@ -37,6 +37,11 @@ class OutputHead(nn.Module):
     def bias(self) -> Float[Tensor, "vocab"] | None:
         return getattr(self.linear, "bias", None)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the logits are the bare product: `transform` changes nothing."""
+        return self.scale == 1.0 and self.softcap is None
+
     def forward(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits of the ids this head scores, in the dtype of the product."""
         return self.transform(self.linear(hidden))

@@ -9,9 +9,11 @@ from ..data.sources import Example, examples_hash, read_examples
 from ..data.store import Store
 from ..decode.sampling import Sampling
 from ..distill.answers import Amount, AnswerSettings, write_answers
+from ..distill.mixture import parse_mixture
 from ..distill.teacher_cache import cache_teacher
 from ..errors import BadInput
 from ..models.target import Target
+from ..progress import say
 from ..recipe import DataSection, Recipe, SamplingSection
 
 
@@ -25,6 +27,23 @@ class TrainingData(NamedTuple):
 def served_sampling(section: SamplingSection) -> Sampling:
     """A recipe's sampling section as the decoder takes it."""
     return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """What the schema cannot say and no model is needed for. Raises BadInput."""
+    parse_mixture(recipe.objective.loss, recipe.objective.temperature)
+    if "self" in recipe.data.sources and recipe.data.num_self_prompts is None and recipe.engine.minutes is None:
+        raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
+
+
+def usable_length(max_length: int, context_limit: int | None) -> int:
+    """Tokens an example may have: no more than the target can read."""
+    if context_limit is None or max_length <= context_limit:
+        return max_length
+    say(
+        f"data.max_length: {max_length:,} tokens, but the target reads {context_limit:,}: longer examples are cut there"
+    )
+    return context_limit
 
 
 def read_prompts_or_chats(data: DataSection) -> list[Example]:
@@ -45,8 +64,9 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
     if target.tokenizer is None:
         raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
     examples = read_prompts_or_chats(data)
+    max_length = usable_length(data.max_length, target.context_limit)
     if data.responses == "given":
-        encoded = encode_examples(target.tokenizer, examples, data.max_length, where="data.prompts")
+        encoded = encode_examples(target.tokenizer, examples, max_length, where="data.prompts")
         cached = None
         if data.cache != "none":
             place = folder / f"teacher_{data.cache}"
@@ -55,8 +75,8 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
     settings = AnswerSettings(
         served_sampling(data.sampling),
         data.max_new_tokens,
-        data.max_prompt_length or data.max_length // 2,
-        data.max_length,
+        min(data.max_prompt_length or max_length // 2, max_length - 1),
+        max_length,
         data.generation_batch,
         recipe.seed,
         keep_hidden=data.cache == "hidden",

@@ -11,7 +11,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..data.chats import Encoded
 from ..data.encoded_set import EncodedSet, encode_examples
 from ..data.sources import Example
-from ..distill.mixture import parse_mixture
 from ..distill.objective import DraftModelObjective
 from ..errors import BadInput
 from ..eval.run import evaluation_prompts
@@ -22,7 +21,7 @@ from ..models.quiet import one_line_errors, quiet
 from ..models.target import Target
 from ..recipe import DrafterInit, ModelDrafter, Recipe
 from ..recipe_io import resolved_yaml
-from .data import read_prompts_or_chats, served_sampling
+from .data import check_recipe, read_prompts_or_chats, served_sampling, usable_length
 
 
 def dry_run(recipe: Recipe) -> str:
@@ -31,13 +30,14 @@ def dry_run(recipe: Recipe) -> str:
     Raises:
         BadInput: whatever is wrong with recipe, data or configurations.
     """
-    parse_mixture(recipe.objective.loss, recipe.objective.temperature)
+    check_recipe(recipe)
     examples = read_prompts_or_chats(recipe.data)
     config = read_config(recipe.target.model, recipe.target.trust_remote_code)
     tokenizer = load_tokenizer(recipe.target.model, recipe.target.trust_remote_code)
     lines = [resolved_yaml(recipe).rstrip(), ""]
     lines += parameter_lines(recipe, config, tokenizer)
-    lines += list(_data_lines(recipe, examples, tokenizer))
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    lines += list(_data_lines(recipe, examples, tokenizer, limit))
     lines.append(f"evaluation: {len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit)):,} prompts")
     lines.append("dry run: nothing was trained or written")
     return "\n".join(lines)
@@ -90,7 +90,7 @@ def _cut(objective: nn.Module, drafter: Any) -> int | None:
         return None
     assert isinstance(objective, DraftModelObjective)
     model = objective.lm.model
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     replace_head(model, nn.Linear(head.weight.shape[1], drafter.vocabulary, bias=head.bias is not None))
     if not drafter.train_embeddings:
         model.get_input_embeddings().requires_grad_(False)
@@ -102,12 +102,13 @@ def _nothing() -> EncodedSet:
     return EncodedSet.collect([(0, Encoded([0, 1], [False, True]))])
 
 
-def _data_lines(recipe: Recipe, examples: list[Example], tokenizer: Any) -> Iterator[str]:
+def _data_lines(recipe: Recipe, examples: list[Example], tokenizer: Any, context_limit: int | None) -> Iterator[str]:
     data = recipe.data
     if data.responses == "given":
         if tokenizer is None:
             raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
-        yield f"data: {encode_examples(tokenizer, examples, data.max_length, where='data.prompts').describe()}"
+        max_length = usable_length(data.max_length, context_limit)
+        yield f"data: {encode_examples(tokenizer, examples, max_length, where='data.prompts').describe()}"
         return
     parts = [f"{len(examples):,} given prompts"] if examples else []
     if "self" in data.sources:

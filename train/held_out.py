@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from ..data.chats import encode_prompt
 from ..decode.batched import generate_batched
 from ..decode.draft import wants
 from ..decode.sampling import Sampling
-from ..errors import BadInput
 from ..eval.alpha import Answer, ForcedBatch, forced_batches, score
-from ..eval.run import evaluation_prompts
+from ..eval.run import encode_openings, evaluation_prompts
 from ..models.target import Target
 from ..progress import stage
 from ..recipe import EvaluateSection
@@ -20,13 +18,8 @@ class HeldOut:
     def __init__(self, section: EvaluateSection, target: Target, sampling: Sampling, batch_size: int, seed: int):
         self.target, self.sampling = target, sampling
         examples = evaluation_prompts(section.prompts, section.limit)
-        prompts = [encode_prompt(target.tokenizer, example.turns[:1]) for example in examples]  # type: ignore[arg-type]
+        prompts = encode_openings(target, examples, where="evaluate.prompts")
         limit = target.context_limit
-        for prompt, example in zip(prompts, examples, strict=True):
-            if limit is not None and len(prompt) >= limit:
-                raise BadInput(
-                    f"evaluate.prompts: prompt {example.id!r} has {len(prompt)} tokens, the target's context is {limit}"
-                )
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         tokens: dict[int, list[int]] = {}
         with stage("the target answers the evaluation prompts", len(prompts), unit="prompts") as bar:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..decode.packed import unpack, use_backend
-from ..distill.mixture import parse_mixture
+from ..distill.objective import DraftModelObjective
 from ..distill.trainee import StepSource
 from ..errors import BadInput
 from ..heads.build import Trainable, build_trainable
@@ -18,10 +18,11 @@ from ..provenance import Provenance, open_run
 from ..recipe import Recipe
 from . import loop
 from .budget import Budget, fix_budget, seconds_for_data, timed
-from .data import TrainingData, prepare_data, served_sampling
+from .data import TrainingData, check_recipe, prepare_data, served_sampling
 from .dry_run import dry_run
 from .engine import Engine, start_engine
 from .held_out import HeldOut
+from .rng import seed_all
 from .steps import build_steps, steps_in
 
 FINAL, START = "final", "start"
@@ -47,9 +48,10 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
     _on_main(engine, partial(open_run, folder, recipe.model_dump(mode="json"), resume=resume))
     if (folder / FINAL).exists():
         say(f"{folder} is finished: the drafter is in {folder / FINAL}")
+        engine.close()
         return folder / FINAL
     record = Provenance(folder, engine=engine.describe(), command=command) if engine.is_main else None
-    parse_mixture(recipe.objective.loss, recipe.objective.temperature)  # a typo should not cost a download
+    check_recipe(recipe)  # a typo should not cost a download
     target = load_target(recipe.target.model, recipe.target.dtype, engine.device, recipe.target.trust_remote_code)
     say(f"target: {target.name}, {_millions(target.model)} parameters")
     data, held_out = _prepare(recipe, target, folder, engine)
@@ -69,10 +71,10 @@ def _prepare(recipe: Recipe, target: Target, folder: Path, engine: Engine) -> tu
     say(f"linear layers of the target: {backend}")
     seconds = seconds_for_data(recipe.engine)
     data = _on_main_first(engine, partial(prepare_data, recipe, target, folder / "data", seconds))
-    held_out = None
-    if engine.is_main or engine.zero_stage == 3:  # a sharded drafter is measured by all ranks or by none
-        sampling = served_sampling(recipe.evaluate.sampling)
-        held_out = HeldOut(recipe.evaluate, target, sampling, recipe.data.generation_batch, recipe.seed)
+    sampling = served_sampling(recipe.evaluate.sampling)
+    measure = partial(HeldOut, recipe.evaluate, target, sampling, recipe.data.generation_batch, recipe.seed)
+    # A sharded drafter is measured by all ranks or by none.
+    held_out = _on_main_first(engine, measure) if engine.zero_stage == 3 else _on_main(engine, measure)
     unpack(target.model)
     return data, held_out
 
@@ -87,16 +89,20 @@ def _run_loop(
     command: list[str],
 ) -> loop.Outcome:
     served = served_sampling(recipe.evaluate.sampling)
+    seed_all(recipe.seed)  # a drafter with random weights is the same on every rank, and when a run is begun again
     built = build_trainable(recipe.drafter, recipe.objective, target, data.encoded, served)
     objective = built.objective
     trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     say(f"drafter: {_millions(objective)} parameters, {trained / 1e6:.1f} M trained, {built.num_scored:,} ids scored")
     objective.to(engine.device).train()
+    if recipe.engine.gradient_checkpointing:
+        _recompute_activations(objective, recipe.drafter.kind)
     steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
-    budget = engine.share(_budget(recipe, folder, data, steps, evaluate, objective) if engine.is_main else None)
-    if not (folder / START).exists():
+    fix = partial(_budget, recipe, folder, data, steps, evaluate, objective)
+    budget = engine.share(_on_main(engine, fix))
+    if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
     engine.prepare(
         objective,
@@ -110,6 +116,14 @@ def _run_loop(
             _on_main(engine, partial(built.save, folder / FINAL))
         say(f"finished: the drafter is in {folder / FINAL}")
     return outcome
+
+
+def _recompute_activations(objective: nn.Module, kind: str) -> None:
+    if not isinstance(objective, DraftModelObjective):
+        raise BadInput(
+            f"engine.gradient_checkpointing: a {kind} drafter has no stack of layers to recompute: set it off"
+        )
+    objective.lm.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _evaluation(built: Trainable, held_out: HeldOut) -> Callable[[int], dict[str, Any]]:
@@ -150,7 +164,7 @@ def _budget(
     def seconds_an_evaluation() -> float:
         assert evaluate is not None
         evaluate(0)  # the first one also runs the target over the answers
-        return timed(lambda: evaluate(0))
+        return timed(partial(evaluate, 0))
 
     return fix_budget(
         recipe.engine,
