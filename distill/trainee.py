@@ -11,7 +11,7 @@ class LossSums(NamedTuple):
 
     ``loss_sum`` is a differentiable scalar that depends on every trainable parameter, also where nothing is supervised
     (then it is zero). ``count`` must equal the micro-batch's ``supervised``. A metric is a pair (sum, count): the log
-    shows sum / count over the whole step and all ranks.
+    shows sum / count over the whole step and all ranks; the progress line leaves out those with a ``/`` in their name.
     """
 
     loss_sum: Tensor
@@ -31,6 +31,15 @@ class MicroBatch(Protocol):
     @property
     def tokens(self) -> int:
         """Tokens the forward pass reads, for the tokens/s that are shown."""
+        ...
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A trainee that does not train all of itself in every step."""
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Told before every optimizer step how many are done and how many there will be."""
         ...
 
 

@@ -214,7 +214,7 @@ class Engine:
         saving). None where the engine does not tell the norm (ZeRO stage 0).
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("rate", 1.0)
         if self.deepspeed:
             self.model.step()
             norm = self.model.get_global_grad_norm()

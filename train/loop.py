@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from ..distill.trainee import LossSums, MicroBatch, Stateful, StepSource
+from ..distill.trainee import LossSums, MicroBatch, Staged, Stateful, StepSource
 from ..errors import BadInput
 from ..progress import say, stage
 from . import checkpoint
@@ -97,6 +97,8 @@ def train(
             if at_end:
                 break
             start, rate = time.perf_counter(), rate_at(plan, step)
+            if isinstance(engine.trainee, Staged):
+                engine.trainee.begin_step(step, plan.total_steps)
             totals = accumulate(engine, next(steps), request)
             check_finite("loss", totals.loss, step + 1, plan)
             norm = engine.step(rate)
@@ -104,7 +106,8 @@ def train(
             step, stop = step + 1, totals.stop
             measured = getattr(steps, "measured", dict)()  # what making the step's data has shown, if anything
             log.write("train", step, step_record(totals, norm, rate, time.perf_counter() - start) | measured)
-            bar.advance(1, tokens=totals.tokens, loss=totals.loss, **totals.metrics)
+            shown_metrics = {name: value for name, value in totals.metrics.items() if "/" not in name}
+            bar.advance(1, tokens=totals.tokens, loss=totals.loss, **shown_metrics)
             if stop is not None or step % plan.checkpoint_every == 0 or step == plan.total_steps:
                 log.flush()
                 saved = checkpoint.save(plan.folder, step, engine, states, keep=plan.keep_checkpoints)

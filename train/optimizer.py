@@ -7,9 +7,11 @@ from ..errors import BadInput
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Trainable parameters in two groups: matrices, which decay, and norms, biases and embeddings, which do not.
+    """Trainable parameters in groups: matrices, which decay, and norms, biases and embeddings, which do not.
 
-    A head that shares its weight with an embedding counts as the embedding. Raises BadInput when nothing is trainable.
+    A head that shares its weight with an embedding counts as the embedding. Where the module has a method
+    ``learning_rate_share(name)``, parameters of another share than 1 are groups of their own, with the share as ``rate``.
+    Raises BadInput when nothing is trainable.
     """
     embeddings = {
         id(parameter)
@@ -17,14 +19,16 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
         if isinstance(part, nn.Embedding)
         for parameter in part.parameters(recurse=False)
     }
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trainable:
+    share_of = getattr(module, "learning_rate_share", lambda name: 1.0)
+    groups: dict[tuple[float, bool], dict] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            rate, decays = float(share_of(name)), parameter.ndim >= 2 and id(parameter) not in embeddings
+            empty = {"params": [], "weight_decay": weight_decay if decays else 0.0, "rate": rate}
+            groups.setdefault((rate, decays), empty)["params"].append(parameter)
+    if not groups:
         raise BadInput("nothing to train: every parameter of the drafter is frozen")
-    decays = [parameter.ndim >= 2 and id(parameter) not in embeddings for parameter in trainable]
-    matrices = [parameter for parameter, decay in zip(trainable, decays, strict=True) if decay]
-    others = [parameter for parameter, decay in zip(trainable, decays, strict=True) if not decay]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [groups[key] for key in sorted(groups, reverse=True)]
 
 
 def build_adamw(

@@ -66,6 +66,26 @@ def test_the_gradient_is_the_sum_over_the_count_however_the_step_is_cut(engine, 
     engine.optimizer.zero_grad()
 
 
+def test_a_staged_trainee_hears_of_every_step_and_its_slower_part_moves_less(toy, tmp_path) -> None:
+    class Staged(toy.Toy):
+        heard: list[tuple[int, int]] = []  # noqa: RUF012
+
+        def begin_step(self, step: int, total_steps: int) -> None:
+            self.heard.append((step, total_steps))
+
+        def learning_rate_share(self, name: str) -> float:
+            return 0.01 if name.startswith("head.") else 1.0
+
+    engine = start_engine("fp32", clip=None)
+    trainee = Staged()
+    before = {name: parameter.detach().clone() for name, parameter in trainee.named_parameters()}
+    engine.prepare(trainee, **ADAMW)
+    train(engine, toy.ToySteps(), plan(tmp_path, total_steps=3, warmup=0))
+    assert trainee.heard == [(0, 3), (1, 3), (2, 3)]
+    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in trainee.named_parameters()}
+    assert 0 < moved["head.weight"] < 0.05 * moved["hidden.weight"]
+
+
 def test_training_learns_logs_and_finishes(toy, tmp_path, losses) -> None:
     outcome, _ = toy.run(tmp_path, total_steps=60, checkpoint_every=50)
     assert outcome.finished

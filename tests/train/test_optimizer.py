@@ -42,3 +42,20 @@ def test_frozen_parameters_are_left_out_and_an_empty_group_is_dropped(toy_module
 def test_nothing_to_train_is_an_error() -> None:
     with pytest.raises(BadInput, match="every parameter of the drafter is frozen"):
         parameter_groups(nn.Linear(2, 2).requires_grad_(False), 0.0)
+
+
+def test_parameters_with_a_learning_rate_of_their_own_are_groups_of_their_own(toy_module) -> None:
+    class Slower(toy_module.Toy):
+        def learning_rate_share(self, name: str) -> float:
+            return 0.25 if name.startswith("hidden.") else 1.0
+
+    model = Slower()
+    groups = parameter_groups(model, 0.1)
+    assert [(group["rate"], group["weight_decay"]) for group in groups] == [
+        (1.0, 0.1),
+        (1.0, 0.0),
+        (0.25, 0.1),
+        (0.25, 0.0),
+    ]
+    assert groups[2]["params"] == [model.hidden.weight]
+    assert groups[3]["params"] == [model.hidden.bias]
