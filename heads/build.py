@@ -26,12 +26,14 @@ from ..recipe import (
     BlockwiseDrafter,
     DrafterInit,
     DrafterSection,
+    EagleDrafter,
     HydraDrafter,
     Medusa2Drafter,
     MedusaDrafter,
     ModelDrafter,
     ObjectiveSection,
 )
+from .eagle import eagle_in_training, feature_layers, save_eagle
 from .make import heads_in_training, save_heads
 
 
@@ -70,15 +72,24 @@ def build_trainable(
             outputs = made.objective.heads.outputs
             write = partial(save_heads, config, made, target)
             return Trainable(made.objective, made.drafter, write, outputs.num_scored, outputs.rows_of_ids())
+        case EagleDrafter():
+            kept = None if config.vocabulary is None else kept_ids(config.vocabulary, target, encoded)
+            texts = _calibration_texts(target, encoded)
+            eagle = eagle_in_training(config, objective, target, kept, texts, served)
+            model = eagle.drafter.model
+            write = partial(save_eagle, config, model, target)
+            return Trainable(eagle.objective, eagle.drafter, write, model.outputs.num_scored)
 
 
-def cached_layers(config: DrafterSection) -> tuple[int, ...] | None:
-    """Hidden states that a cache must hold at every position, by layer (negative: from the end); None: those that labels
-    are predicted from, which the target's answers come with, are enough.
+def cached_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | None:
+    """Hidden states that a cache must hold at every position, by layer (negative: from the end), of a target with
+    `num_layers`; None: the last ones where labels are predicted, which the target's answers come with, are enough.
     """
     match config:
         case HydraDrafter() if config.prefix_attention:
             return (-1,)
+        case EagleDrafter():
+            return tuple(dict.fromkeys((*feature_layers(config, num_layers), num_layers)))
         case _:
             return None
 

@@ -12,6 +12,7 @@ from ..distill.answers import Amount, AnswerSettings, write_answers
 from ..distill.mixture import parse_mixture
 from ..distill.teacher_cache import cache_teacher
 from ..errors import BadInput
+from ..heads.build import cached_layers
 from ..models.target import Target
 from ..progress import say
 from ..recipe import DataSection, Recipe, SamplingSection
@@ -69,8 +70,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         encoded = encode_examples(target.tokenizer, examples, max_length, where="data.prompts")
         cached = None
         if data.cache != "none":
-            place = folder / f"teacher_{data.cache}"
-            cached = cache_teacher(target, encoded, data.cache, data.cache_top_k, place, examples_hash(examples))
+            cached = _cache(recipe, target, encoded, folder, examples_hash(examples))
         return TrainingData(encoded, cached)
     settings = AnswerSettings(
         served_sampling(data.sampling),
@@ -79,17 +79,24 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         max_length,
         data.generation_batch,
         recipe.seed,
-        keep_hidden=data.cache == "hidden",
+        keep_hidden=data.cache == "hidden" and cached_layers(recipe.drafter, target.num_layers) is None,
     )
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
     encoded = encode_answers(store)
-    if data.cache == "topk":
-        data_hash = store.fingerprint["prompts"] + str(len(store))
-        return TrainingData(
-            encoded, cache_teacher(target, encoded, "topk", data.cache_top_k, folder / "teacher_topk", data_hash)
-        )
-    return TrainingData(encoded, store if data.cache == "hidden" else None)
+    if data.cache == "none" or settings.keep_hidden:
+        return TrainingData(encoded, store if settings.keep_hidden else None)
+    data_hash = store.fingerprint["prompts"] + str(len(store))
+    return TrainingData(encoded, _cache(recipe, target, encoded, folder, data_hash))
+
+
+def _cache(recipe: Recipe, target: Target, encoded: EncodedSet, folder: Path, data_hash: str) -> Store:
+    """The target's outputs over the whole set, in the form that the drafter needs."""
+    layers = cached_layers(recipe.drafter, target.num_layers) if recipe.data.cache == "hidden" else None
+    form = recipe.data.cache if layers is None else "states"
+    assert form != "none"
+    place = folder / f"teacher_{form}"
+    return cache_teacher(target, encoded, form, recipe.data.cache_top_k, place, data_hash, layers or ())
 
 
 def encode_answers(store: Store) -> EncodedSet:
