@@ -15,6 +15,7 @@ from ..decode.sampling import Sampling
 from ..decode.tree import TreeLayout
 from ..models.head import parameters_read
 from .adapted import AdaptedTarget
+from .prefix import PrefixCache
 from .trunk import DraftHeads
 
 
@@ -45,7 +46,8 @@ class HeadsDrafter:
     @property
     def module(self) -> nn.Module:
         """What the packed backend packs: the heads and the target's projection where they read it."""
-        return nn.ModuleList([self.heads.trunk, self.heads.outputs.read()])
+        prefix = [] if self.heads.prefix is None else [self.heads.prefix]
+        return nn.ModuleList([*prefix, self.heads.trunk, self.heads.outputs.read()])
 
     @property
     def num_parameters_read(self) -> int:
@@ -77,8 +79,12 @@ class HeadsDrafter:
     def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:
         """Take right-padded prompts. The hidden states of all but their last tokens come with the first `observe`."""
         lengths = attention_mask.sum(1)
+        self.prompt_lengths = lengths.tolist()
         self.newest = input_ids.gather(1, lengths[:, None] - 1)  # [batch, 1]
         self.hidden: Tensor | None = None  # [batch, hidden]
+        self.prefix: PrefixCache | None = None
+        if self.heads.prefix is not None:
+            self.prefix = PrefixCache(self.heads.prefix, len(lengths), self.heads.dtype, input_ids.device)
         self.unfinished = torch.ones_like(lengths, dtype=torch.bool)
 
     @torch.no_grad()
@@ -105,19 +111,31 @@ class HeadsDrafter:
         hidden = target_outputs.hidden_states[-1]
         if self.hidden is None:  # after the prefill of all but the prompts' last tokens
             counts = target_outputs.valid.sum(1)
-            if not hidden.shape[1]:
-                hidden = hidden.new_zeros(len(counts), 1, self.heads.outputs.base.weight.shape[1])
-            at = (counts - 1).clamp(min=0)
-            self.hidden = _pick(hidden, at) * (counts > 0)[:, None]
+            self.hidden = hidden.new_zeros(len(counts), hidden.shape[-1])
+            self._take(hidden, counts, [length - 1 for length in self.prompt_lengths])
             return
-        num_accepted = (accepted.lengths - 1).clamp(min=0)
-        path = torch.nn.functional.pad(accepted.path + 1, (1, 0))  # among the fed: the newest token, then the nodes
-        self.hidden = _pick(hidden, path.gather(1, num_accepted[:, None])[:, 0].clamp(min=0))
         self.unfinished = accepted.lengths > 0
-        last = (
-            accepted.tokens.gather(1, num_accepted[:, None]).clamp(min=0) if accepted.tokens.shape[1] else self.newest
+        num_accepted = (accepted.lengths - 1).clamp(min=0)
+        path = torch.nn.functional.pad(accepted.path.clamp(min=-1) + 1, (1, 0))  # the newest token, then the nodes
+        fed = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
+        self._take(
+            fed, accepted.lengths.clamp(max=path.shape[1]), [min(n, path.shape[1]) for n in accepted.host_lengths]
         )
-        self.newest = torch.where(self.unfinished[:, None], last, self.newest)
+        if accepted.tokens.shape[1]:
+            last = accepted.tokens.gather(1, num_accepted[:, None])
+            self.newest = torch.where(self.unfinished[:, None], last, self.newest)
+
+    @torch.no_grad()
+    def _take(
+        self, hidden: Float[Tensor, "batch n hidden"], counts: Int[Tensor, "batch"], host_counts: list[int]
+    ) -> None:
+        """Keep the last of each row's first `counts` hidden states; rows without any keep what they had."""
+        if not hidden.shape[1]:
+            return
+        if self.prefix is not None:
+            hidden = self.prefix.extend(hidden.to(self.heads.dtype), counts, host_counts)
+        last = hidden[torch.arange(len(counts), device=counts.device), (counts - 1).clamp(min=0)]
+        self.hidden = torch.where(counts[:, None] > 0, last, self.hidden)
 
     @torch.no_grad()
     def teacher_forced_hidden(
@@ -126,7 +144,12 @@ class HeadsDrafter:
         """What head 0 reads its logits from, for every position of right-padded rows: position i's token is the newest, and
         the hidden state is that of position i - 1.
         """
-        before = torch.nn.functional.pad(hidden_states[-1][:, :-1], (0, 0, 1, 0))
+        hidden = hidden_states[-1]
+        if self.heads.prefix is not None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+            seen = positions[:, :, None] >= positions[:, None, :]
+            hidden = self.heads.prefix(hidden.to(self.heads.dtype), positions, seen)
+        before = torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
         return self.heads.states(0, self.heads.prepare(before), input_ids[..., None])
 
     @torch.no_grad()
@@ -202,10 +225,6 @@ def _chosen_by_depth(layout: TreeLayout, drafting: _Drafting) -> Draft:
         tokens[:, level] = drafting.heads.outputs.to_target_ids(top)[:, ranks]
     parents = torch.tensor(layout.parents, device=device).expand(batch, -1)
     return Draft(tokens, parents, with_replacement=False)
-
-
-def _pick(rows: Float[Tensor, "batch fed hidden"], at: Int[Tensor, "batch"]) -> Float[Tensor, "batch hidden"]:
-    return rows[torch.arange(len(at), device=at.device), at]
 
 
 def _uniforms(

@@ -18,10 +18,12 @@ from .adapted import LAYERS, change_target, with_adapter, with_trained_layers
 from .blockwise import BlockwiseTrunk
 from .checkpoint import load_head, save_head
 from .drafting import HeadsDrafter
+from .eagle_model import eagle_config
 from .hydra import HydraTrunk
 from .medusa import MedusaTrunk, medusa_config
 from .objective import HeadsObjective
 from .outputs import HeadOutputs
+from .prefix import PrefixAttention
 from .trunk import DraftHeads
 
 HeadsConfig = MedusaDrafter | Medusa2Drafter | BlockwiseDrafter | HydraDrafter
@@ -39,6 +41,7 @@ class HeadsInTraining(NamedTuple):
 def make_heads(config: HeadsConfig, target: Target, kept_ids: Int[Tensor, "kept"] | None) -> DraftHeads:
     """New heads in float32, on the target's device. `kept_ids`: of a cut vocabulary; None: all ids are scored."""
     hidden, number = target.hidden_size, config.num_heads
+    prefix = None
     match config:
         case MedusaDrafter() | Medusa2Drafter():
             trunk = MedusaTrunk(hidden, number, config.num_layers)
@@ -46,8 +49,10 @@ def make_heads(config: HeadsConfig, target: Target, kept_ids: Int[Tensor, "kept"
             trunk = BlockwiseTrunk(hidden, number, config.inner_size or hidden)
         case HydraDrafter():
             trunk = HydraTrunk(target, number, config.num_layers)
+            if config.prefix_attention:
+                prefix = PrefixAttention(eagle_config(target.model.config))
     outputs = HeadOutputs(target, number, config.output, config.output_rank, kept_ids)
-    return DraftHeads(trunk, outputs, number).to(target.device)
+    return DraftHeads(trunk, outputs, number, prefix).to(target.device)
 
 
 def heads_in_training(

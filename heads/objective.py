@@ -21,6 +21,7 @@ from ..models.head import split
 from ..models.target import Target
 from .adapted import AdaptedTarget
 from .features import TargetFeatures
+from .prefix import PrefixAttention
 from .trunk import DraftHeads
 
 RANKS = 10  # most likely tokens of a head whose accuracy is measured
@@ -86,8 +87,11 @@ class HeadsObjective(nn.Module):
 
     def forward(self, batch: DistillBatch) -> LossSums:
         """Sums over the batch's labels; every few calls also accuracies, alpha and the implied block efficiency."""
-        original = self._original(batch)
-        hidden, extra, metrics = original, None, {}
+        extra, metrics = None, {}
+        if self.heads.prefix is not None:
+            original, hidden = self._over_prefixes(batch, self.heads.prefix)
+        else:
+            original = hidden = self._original(batch)
         if self.adapted is not None:
             hidden, extra, metrics = self._adapted(batch, original)
         prepared = self.heads.prepare(hidden)
@@ -177,6 +181,14 @@ class HeadsObjective(nn.Module):
             return self._features.at_labels(batch)
         with self.adapted.original():
             return self._features.at_labels(batch)
+
+    def _over_prefixes(self, batch: DistillBatch, prefix: PrefixAttention) -> tuple[Tensor, Tensor]:
+        """The target's hidden states at the labels, and what the prefix layer makes of all of them there."""
+        states = self._features(batch)[-1]
+        seen = batch.masks(prefix.config, "sdpa", self.heads.dtype)
+        assert isinstance(seen, Tensor)
+        out = prefix(states.to(self.heads.dtype), batch.position_ids, seen[:, 0])
+        return states.flatten(0, 1)[batch.predictors], out.flatten(0, 1)[batch.predictors]
 
     def _adapted(
         self, batch: DistillBatch, original: Float[Tensor, "labels hidden"]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..models.loading import load_exactly
 from .outputs import HeadOutputs
+from .prefix import PrefixAttention
 
 
 @runtime_checkable
@@ -30,10 +31,11 @@ class Trunk(Protocol):
 class DraftHeads(nn.Module):
     """All heads of a drafter: what is trained and saved."""
 
-    def __init__(self, trunk: nn.Module, outputs: HeadOutputs, num_heads: int):
+    def __init__(self, trunk: nn.Module, outputs: HeadOutputs, num_heads: int, prefix: PrefixAttention | None = None):
+        """`prefix`: a layer over the target's hidden states of all positions so far, whose output the trunk reads."""
         super().__init__()
         assert isinstance(trunk, Trunk)
-        self.trunk, self.outputs, self.num_heads = trunk, outputs, num_heads
+        self.trunk, self.outputs, self.num_heads, self.prefix = trunk, outputs, num_heads, prefix
 
     @property
     def sees_drafted(self) -> bool:
@@ -62,7 +64,8 @@ class DraftHeads(nn.Module):
 
     def saved_state(self) -> dict[str, Tensor]:
         """Tensors under the names that they have on disk: trunk and projections side by side."""
-        return {**self.trunk.state_dict(), **self.outputs.state_dict()}
+        prefix = {} if self.prefix is None else self.prefix.state_dict(prefix="prefix.")
+        return {**self.trunk.state_dict(), **self.outputs.state_dict(), **prefix}
 
     def load_saved(self, tensors: dict[str, Tensor], name: str) -> None:
         """Take what :meth:`saved_state` gave.
@@ -70,7 +73,9 @@ class DraftHeads(nn.Module):
         Raises:
             BadInput: a tensor is missing, of another shape, or unknown; the line starts with `name`.
         """
-        own = self.trunk.state_dict().keys()
-        load_exactly(
-            self, {("trunk." if key in own else "outputs.") + key: value for key, value in tensors.items()}, name
-        )
+        trunk = self.trunk.state_dict().keys()
+
+        def place(key: str) -> str:
+            return key if key.startswith("prefix.") else ("trunk." if key in trunk else "outputs.") + key
+
+        load_exactly(self, {place(key): value for key, value in tensors.items()}, name)
