@@ -29,14 +29,17 @@ class DraftModelObjective(nn.Module):
         self._teacher = (teacher,)  # in a tuple, so that its parameters are not this module's
         # A greedy run reports alpha at temperature 1, where filters meant for sampling have no place.
         self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
-        self._calls = 0
+        self._measures = False
         self.rank_of = _rank_of(lm, teacher.head.weight.shape[0])
 
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Whole steps are measured, every eighth and the last: on all ranks alike, resumed or not."""
+        self._measures = step % _METRICS_EVERY == 0 or step + 1 == total_steps
+
     def forward(self, batch: DistillBatch) -> LossSums:
-        """Sums over the batch's labels; now and then also of the served alpha and of greedy agreement."""
+        """Sums over the batch's labels; in some steps also of the served alpha and of greedy agreement."""
         hidden = last_hidden(self.lm.backbone, self.lm, batch).flatten(0, 1)[batch.predictors]
-        measure = self._calls % _METRICS_EVERY == 0 or not self.training
-        self._calls += self.training
+        measure = self._measures or not self.training
         needs_target = self.mixture.needs_target or measure
         head = self.lm.head
         loss = chunked_loss(

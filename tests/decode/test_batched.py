@@ -1,0 +1,113 @@
+"""Batched plain sampling with refill: every prompt is answered as if it were alone."""
+
+import pytest
+import torch
+
+from draftsmith.decode.batched import generate_batched
+from draftsmith.decode.sampling import Sampling
+from draftsmith.models.draft_lm import cut_vocabulary
+from draftsmith.models.target import as_target
+
+FAMILIES = ["tiny_llama", "tiny_qwen2", "tiny_mistral", "tiny_gemma3", "tiny_gpt2"]
+GREEDY, SAMPLED = Sampling(0.0), Sampling(0.9, top_p=0.95)
+LENGTHS = (9, 1, 6, 14, 3, 2, 11, 5, 7)
+
+
+@pytest.fixture
+def prompts(reference):
+    return [reference.prompt_of(length, seed=length) for length in LENGTHS]
+
+
+def answers(target, prompts, count=12, sampling=GREEDY, **settings):
+    rows = list(generate_batched(target, prompts, max_new_tokens=count, sampling=sampling, **settings))
+    assert len({row.index for row in rows}) == len(rows) == len(prompts)
+    return {row.index: row for row in rows}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+def test_refilled_slots_answer_as_one_by_one(family, batch_size, prompts, reference, request):
+    """Past the windows of 8, with prompts of one token, and rows that end at different times, so that slots change hands."""
+    target = as_target(request.getfixturevalue(family)(layers=3))
+    whole = [reference.naive_greedy(target.model, prompt, 12)[len(prompt) :] for prompt in prompts]
+    eos = [whole[0][2], whole[3][6], whole[5][0]]
+    found = answers(target, prompts, batch_size=batch_size, eos_token_ids=eos)
+    for i, tokens in enumerate(whole):
+        end = next((n for n, token in enumerate(tokens, 1) if token in eos), None)
+        assert found[i].tokens == tokens[:end]
+        assert found[i].ended is (end is not None)
+        assert found[i].hidden is None
+    assert len({len(row.tokens) for row in found.values()}) > 1
+
+
+def test_an_eos_in_the_last_place_allowed_counts_as_an_end(tiny_llama, prompts):
+    target = as_target(tiny_llama())
+    tokens = answers(target, prompts[:1], count=4)[0].tokens
+    (row,) = answers(target, prompts[:1], count=4, eos_token_ids=[tokens[-1]]).values()
+    assert row.ended is (tokens.index(tokens[-1]) == 3) or len(row.tokens) < 4
+    (row,) = answers(target, prompts[:1], count=1, eos_token_ids=[tokens[0]]).values()
+    assert (row.tokens, row.ended) == (tokens[:1], True)
+
+
+def test_a_target_s_own_eos_ends_rows_unless_told_otherwise(tiny_llama, prompts):
+    model = tiny_llama()
+    first = answers(as_target(model), prompts, count=3)[0].tokens
+    model.generation_config.eos_token_id = [first[1]]
+    target = as_target(model)
+    assert answers(target, prompts, count=3)[0].tokens == first[: first.index(first[1]) + 1]
+    assert answers(target, prompts, count=3, eos_token_ids=[])[0].tokens == first
+
+
+def test_a_sample_depends_on_its_number_and_the_seed_alone(tiny_llama, prompts):
+    target = as_target(tiny_llama())
+    eos = [5, 17, 40]
+    base = answers(target, prompts, sampling=SAMPLED, eos_token_ids=eos, batch_size=4, seed=7)
+    order = [4, 8, 0, 2, 6, 1, 7, 3, 5]
+    for batch_size in (1, 3, 9):
+        shuffled = [prompts[i] for i in order]
+        found = answers(
+            target, shuffled, sampling=SAMPLED, eos_token_ids=eos, batch_size=batch_size, seed=7, indices=order
+        )
+        assert {i: row.tokens for i, row in found.items()} == {i: row.tokens for i, row in base.items()}
+    alone = answers(target, [prompts[6]], sampling=SAMPLED, eos_token_ids=eos, seed=7, indices=[6])
+    assert alone[6].tokens == base[6].tokens
+    longer = answers(target, prompts, count=20, sampling=SAMPLED, eos_token_ids=eos, batch_size=4, seed=7)
+    assert all(longer[i].tokens[:12] == row.tokens for i, row in base.items())
+    other = answers(target, prompts, sampling=SAMPLED, eos_token_ids=eos, batch_size=4, seed=8)
+    assert sum(other[i].tokens == base[i].tokens for i in base) < len(base) / 2
+
+
+@pytest.mark.parametrize("settings", [Sampling(1.0), Sampling(0.7, top_k=4, top_p=0.9)])
+def test_samples_have_the_targets_joint_distribution(settings, tiny_llama, reference):
+    """2,000 prompts in 64 slots that are refilled all the time, against exact enumeration."""
+    target = as_target(tiny_llama(vocab_size=6, layers=1, seed=5))
+    prompt = [1, 4, 2]
+    exact = reference.joint_distribution(target.model, prompt, 3, settings)
+    rows = answers(target, [prompt] * 2000, count=3, sampling=settings, batch_size=64)
+    reference.check_joint([row.tokens for row in rows.values()], exact)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_hidden_states_are_those_that_the_tokens_were_predicted_from(family, prompts, request):
+    target = as_target(request.getfixturevalue(family)(layers=3))
+    found = answers(target, prompts, keep_hidden=True, batch_size=3, sampling=SAMPLED, eos_token_ids=[5, 17, 40])
+    for i, row in found.items():
+        ids = torch.tensor([prompts[i] + row.tokens])
+        expected = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        torch.testing.assert_close(row.hidden, expected[0, len(prompts[i]) - 1 : -1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_model_writes_with_the_ids_that_it_scores(tiny_llama, prompts):
+    model, kept = tiny_llama(), torch.arange(0, 64, 5)
+    found = answers(cut_vocabulary(model, kept), prompts, batch_size=4)
+    for i, row in found.items():
+        tokens = list(prompts[i])
+        for _ in range(12):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(kept[logits[kept].argmax()]))
+        assert row.tokens == tokens[len(prompts[i]) :]
+        assert not row.ended
+
+
+def test_no_prompts_no_answers(tiny_llama):
+    assert answers(as_target(tiny_llama()), []) == {}
