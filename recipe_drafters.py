@@ -98,6 +98,83 @@ class HydraDrafter(HeadsSection):
     prefix_attention: bool = False  # one decoder layer over the target's hidden states first
 
 
+class EagleDrafter(Section):
+    """One decoder layer that goes on from the target's features (version 1: 2401.15077, version 3: 2503.01840)."""
+
+    kind: Literal["eagle"] = "eagle"
+    version: Literal[1, 3] = 3
+    # the target's hidden states that make a feature; None: the last (version 1), a low, a middle and a high one (3)
+    layers: list[int] | None = Field(default=None, min_length=1)
+    vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
+    intermediate_size: int | None = Field(default=None, ge=1)  # of the layer's MLP; None: the target's
+    num_key_value_heads: int | None = Field(default=None, ge=1)  # None: the target's
+    unroll: int | None = Field(default=None, ge=1)  # steps on its own outputs in training; None: 1 (version 1), 5 (3)
+    step_decay: float = Field(default=0.8, gt=0, le=1)  # step j's loss weighs this to the power of j
+    feature_weight: float | None = Field(default=None, ge=0)  # of the smooth L1 on features; None: 1 (version 1), 0 (3)
+    noise: float = Field(default=0.0, ge=0)  # half-width of the uniform noise on the target's features (version 1)
+
+    @property
+    def num_unrolled(self) -> int:
+        """Steps of the unrolling."""
+        return self.unroll or (1 if self.version == 1 else 5)
+
+    @property
+    def weight_of_features(self) -> float:
+        """Of the smooth L1 distance between features."""
+        default = 1.0 if self.version == 1 else 0.0
+        return default if self.feature_weight is None else self.feature_weight
+
+    @model_validator(mode="after")
+    def _of_its_version(self) -> "EagleDrafter":
+        if self.version == 1 and self.layers is not None and self.layers != [-1]:
+            raise ValueError("version 1 reads the target's last hidden states alone: leave layers out")
+        if self.version == 3 and (self.weight_of_features or self.noise):
+            raise ValueError("version 3 has no loss on features and no noise: leave feature_weight and noise out")
+        return self
+
+
+class EarlyExitDrafter(Section):
+    """The target's first layers, their norm and head the target's own (2404.16710, 2404.18911)."""
+
+    kind: Literal["early_exit"] = "early_exit"
+    exit_layer: int = Field(ge=1)  # layers that draft; their keys and values are shared with verification
+    # between exit and output head: nothing, a norm and attention (as Kangaroo), or a whole decoder layer
+    adapter: Literal["none", "attention", "block"] = "block"
+    intermediate_size: int | None = Field(default=None, ge=1)  # of a block's MLP; None: the target's
+    vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
+
+
+class DraftExitSection(Section):
+    """Where drafting stops: after a token less probable than a threshold that follows acceptance (2309.08168, 3.3)."""
+
+    threshold: float = Field(default=0.6, ge=0, le=1)  # at first
+    target_acceptance: float = Field(default=0.85, ge=0, le=1)  # share of draft tokens accepted that is aimed at
+    step: float = Field(default=0.01, ge=0)  # by which the threshold moves
+    rate_memory: float = Field(default=0.5, ge=0, lt=1)  # weight of the past in the smoothed acceptance rate
+    threshold_memory: float = Field(default=0.9, ge=0, lt=1)  # and in the smoothed threshold
+
+
+class LayerSkipDrafter(Section):
+    """The target without some attention and MLP blocks, found by a search: nothing is trained (2309.08168)."""
+
+    kind: Literal["layer_skip"] = "layer_skip"
+    num_speculative_tokens: int = Field(default=6, ge=1)  # draft tokens a step, at most
+    draft_exit: DraftExitSection | None = DraftExitSection()  # null: chains as long as asked for
+    calibration_tokens: int = Field(default=1024, ge=1)  # answer tokens that every set of blocks is weighed on
+    finalists: int = Field(default=3, ge=1)  # sets that decode at the end, of which the fastest is taken
+    calibration_prompts: int = Field(default=4, ge=1)  # that they decode
+    calibration_new_tokens: int = Field(default=48, ge=1)  # tokens of each
+
+
+class LookaheadTokensDrafter(Section):
+    """Trained embeddings that the target reads in the place of tokens to come (2311.13581)."""
+
+    kind: Literal["lookahead_tokens"] = "lookahead_tokens"
+    num_tokens: int = Field(default=3, ge=1)  # look-ahead embeddings: draft tokens a step
+    anchors: float = Field(default=0.25, gt=0, le=1)  # share of the labels that look-ahead embeddings follow in training
+    token_decay: float = Field(default=0.8, gt=0, le=1)  # the loss of embedding k weighs this to the power of k
+
+
 def _kind_of(section: Any) -> str:
     """The tag of a drafter section: draft models need not name their kind."""
     return section.get("kind", "model") if isinstance(section, dict) else getattr(section, "kind", "model")
@@ -108,6 +185,10 @@ DrafterSection = Annotated[
     | Annotated[MedusaDrafter, Tag("medusa")]
     | Annotated[Medusa2Drafter, Tag("medusa2")]
     | Annotated[BlockwiseDrafter, Tag("blockwise")]
-    | Annotated[HydraDrafter, Tag("hydra")],
+    | Annotated[HydraDrafter, Tag("hydra")]
+    | Annotated[EarlyExitDrafter, Tag("early_exit")]
+    | Annotated[LayerSkipDrafter, Tag("layer_skip")]
+    | Annotated[LookaheadTokensDrafter, Tag("lookahead_tokens")]
+    | Annotated[EagleDrafter, Tag("eagle")],
     Discriminator(_kind_of),
 ]

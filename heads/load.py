@@ -10,10 +10,12 @@ from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
 from ..models.target import as_target
+from .eagle import KIND as EAGLE
+from .eagle import load_eagle
 from .make import KINDS as HEADS
 from .make import load_heads
 
-KINDS = ("model", *HEADS)
+KINDS = ("model", EAGLE, *HEADS)
 
 
 def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
@@ -34,6 +36,8 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
     match kind:
         case "model":
             return DraftModel(load_draft_lm(name, target), target.vocab_size)
+        case _ if kind == EAGLE:
+            return load_eagle(name, target)
         case _ if kind in HEADS:
             return load_heads(name, target)
         case _:
