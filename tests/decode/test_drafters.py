@@ -40,7 +40,6 @@ def test_greedy_output_is_plain_greedy_output(name, tree, family, request, refer
 def test_sampled_output_has_the_targets_joint_distribution(name, tree, tiny_llama, reference):
     """Against exact enumeration over the first three tokens, in one batch whose rows draft what they have seen."""
     target, prompt = tiny_llama(vocab_size=5, layers=1, seed=5), [1, 4, 2, 1, 4, 3, 1, 4]
-    settings = {"temperature": 0.9, "top_p": 0.95}
     out = speculative_generate(
         target,
         name,
@@ -50,10 +49,11 @@ def test_sampled_output_has_the_targets_joint_distribution(name, tree, tiny_llam
         tree=tree,
         eos_token_id=[],
         seed=11,
-        **settings,
+        temperature=0.9,
+        top_p=0.95,
     )
     assert out.stats.accepted > 0
-    exact = reference.joint_distribution(target, prompt, 3, Sampling(**settings))
+    exact = reference.joint_distribution(target, prompt, 3, Sampling(0.9, top_p=0.95))
     reference.check_joint(out.tokens[:, len(prompt) :].tolist(), exact)
 
 
@@ -112,9 +112,9 @@ def test_other_rules_take_their_drafts_too(name, tiny_llama, reference):
 
 class TestNames:
     def test_options_follow_a_colon(self):
-        assert drafter_without_training("prompt_lookup:max_ngram=5, min_ngram=2").max_ngram == 5
-        assert drafter_without_training("lookahead:window=7").window == 7
-        assert drafter_without_training("suffix:max_match=9").max_match == 9
+        assert vars(drafter_without_training("prompt_lookup:max_ngram=5, min_ngram=2"))["max_ngram"] == 5
+        assert vars(drafter_without_training("lookahead:window=7"))["window"] == 7
+        assert vars(drafter_without_training("suffix:max_match=9"))["max_match"] == 9
         assert [is_without_training(name) for name in ("jacobi", "jacobi:pad_id=3", "org/jacobi")] == [
             True,
             True,
@@ -138,10 +138,13 @@ class TestNames:
             drafter_without_training(name)
 
     def test_jacobi_pads_with_the_targets_padding(self, tiny_llama):
-        assert as_drafter("jacobi", as_target(tiny_llama(pad_token_id=9))).pad_id == 9
-        assert as_drafter("jacobi", as_target(tiny_llama(eos_token_id=[5, 6]))).pad_id == 5
-        assert as_drafter("jacobi:pad_id=4", as_target(tiny_llama(eos_token_id=5))).pad_id == 4
-        assert drafter_without_training("jacobi").pad_id == 0
+        def padding(name, **config):
+            return vars(as_drafter(name, as_target(tiny_llama(**config))))["pad_id"]
+
+        assert padding("jacobi", pad_token_id=9) == 9
+        assert padding("jacobi", eos_token_id=[5, 6]) == 5
+        assert padding("jacobi:pad_id=4", eos_token_id=5) == 4
+        assert vars(drafter_without_training("jacobi"))["pad_id"] == 0
 
     @pytest.mark.parametrize("name", [name for name in WITHOUT_TRAINING if name != "suffix"])
     def test_drafters_of_chains_take_no_tree(self, name, tiny_llama):

@@ -23,6 +23,10 @@ def jacobi_by_hand(model, prompt, count, width, pad):
 
 
 class Recording(Jacobi):
+    def start(self, *args):
+        super().start(*args)
+        self.drafts = []
+
     def propose(self, *args):
         draft = super().propose(*args)
         self.drafts.append(draft.tokens.tolist())
@@ -32,7 +36,6 @@ class Recording(Jacobi):
 def test_the_draft_is_the_last_passes_own_predictions(tiny_llama, reference):
     target, prompt = tiny_llama(seed=1), reference.prompt_of(6, 1)
     drafter = Recording(pad_id=7)
-    drafter.drafts = []
     speculative_generate(
         target, drafter, torch.tensor([prompt]), max_new_tokens=40, num_speculative_tokens=4, eos_token_id=[]
     )

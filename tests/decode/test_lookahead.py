@@ -75,6 +75,7 @@ def test_candidates_share_beginnings_and_the_latest_come_first(reference):
     drafter = Lookahead(window=2, ngram=3, candidates=2)
     reference.started(drafter, [[1, 2, 3, 1, 2, 4, 1, 5, 6, 1], [7, 8]])
     draft = drafter.propose(2, Sampling(), [])
+    assert draft.lengths is not None
     assert draft.lengths.tolist() == [4, 0]
     assert draft.tokens[0].tolist() == [5, 2, 6, 4]  # 1 2 3 is the oldest of three: forgotten
     assert draft.parents[0].tolist() == [-1, -1, 0, 1]

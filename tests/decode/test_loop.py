@@ -1,5 +1,7 @@
 """The loop on tiny random models: greedy output is plain greedy output, sampled output has the target's distribution."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -63,7 +65,9 @@ def test_sampled_output_has_the_targets_joint_distribution(settings, shape, tiny
     if shape == "cut":
         drafter = cut_vocabulary(drafter, torch.tensor([0, 2, 3, 5]))
     prompt = [1, 4, 2]
-    options = {"tree": [2, 2]} if shape == "tree" else {"rule": "block" if shape == "block" else "lossless"}
+    options: dict[str, Any] = (
+        {"tree": [2, 2]} if shape == "tree" else {"rule": "block" if shape == "block" else "lossless"}
+    )
     out = speculative_generate(
         target,
         drafter,
@@ -191,9 +195,8 @@ class TestEnds:
 
     def test_an_empty_prompt_starts_from_bos(self, tiny_llama, reference):
         target = tiny_llama(seed=1, bos_token_id=3)
-        out = speculative_generate(
-            target, tiny_llama(seed=2), *[torch.zeros(1, 4, dtype=torch.long)] * 2, eos_token_id=[]
-        )
+        nothing = torch.zeros(1, 4, dtype=torch.long)
+        out = speculative_generate(target, tiny_llama(seed=2), nothing, nothing, eos_token_id=[])
         assert out.tokens[0].tolist() == reference.naive_greedy(target, [3], 64)
         with pytest.raises(BadInput, match="BOS"):
             speculative_generate(tiny_llama(seed=1), None, torch.zeros(1, 0, dtype=torch.long))

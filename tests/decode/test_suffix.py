@@ -55,6 +55,7 @@ def test_a_tree_holds_the_most_frequent_continuations(reference):
     drafter.set_tree(as_layout([2, 1]))
     reference.started(drafter, [[1, 2, 5, 1, 2, 6, 1, 3, 7, 1], [4, 8]])
     draft = drafter.propose(2, Sampling(), [])
+    assert draft.lengths is not None
     assert draft.lengths.tolist() == [4, 0]
     assert draft.tokens[0].tolist() == [2, 3, 6, 7]  # after 1: twice 2, once 3; after 1 2 the later of 5 and 6
     assert draft.parents[0].tolist() == [-1, -1, 0, 1]
