@@ -74,7 +74,8 @@ class DataSection(Section):
     max_length: int = Field(default=1024, ge=2)  # tokens an example, prompt and answer together
     max_prompt_length: int | None = Field(default=None, ge=1)  # longer prompts are dropped; None: half of max_length
     max_new_tokens: int = Field(default=128, ge=1)  # for target answers
-    sampling: SamplingSection = SamplingSection()  # for target answers and self-written prompts
+    sampling: SamplingSection = SamplingSection()  # for target answers
+    prompt_sampling: SamplingSection | None = None  # for self-written prompts; None: as the answers
     generation_batch: int = Field(default=32, ge=1)
     packing: bool = True
     cache: Literal["none", "hidden", "topk"] = "none"  # teacher outputs kept on disk

@@ -15,6 +15,7 @@ class DrafterInit(Section):
     num_layers: int | None = Field(default=None, ge=1)  # this many, chosen by measured block influence (2403.03853)
     config: FreeMapping | None = None  # the target's config with these keys changed, weights from scratch
     embeddings: Literal["copy", "project", "random"] = "copy"  # for `config`: what becomes of the target's embeddings
+    fit_head: bool = True  # a head of its own (untied, or a cut vocabulary) is fitted to the target's before training
 
     @model_validator(mode="after")
     def _one_source(self) -> "DrafterInit":

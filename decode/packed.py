@@ -6,10 +6,12 @@ module is the only one that knows them, and everything falls back to the plain m
 """
 
 import time
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 Backend = Literal["auto", "plain", "packed"]
@@ -114,3 +116,41 @@ def _packed_is_faster(layers: list[nn.Module], rows: tuple[int, ...] = (1, 5), b
         packed_times.append(time.perf_counter() - middle)
     middle_of = len(plain_times) // 2
     return sorted(packed_times)[middle_of] < sorted(plain_times)[middle_of]
+
+
+# Below this many multiplications a product is over before a Python dispatch pays.
+_WORTH_IT = 2**22
+
+
+def fast_products(device: torch.device) -> AbstractContextManager[Any]:
+    """:class:`FastProducts` on a CPU, nothing elsewhere."""
+    return FastProducts() if device.type == "cpu" and packing_supported() else nullcontext()
+
+
+class FastProducts(TorchDispatchMode):
+    """Large float32 matrix products on a CPU by oneDNN, forward and backward; everything else as it is.
+
+    ``with FastProducts():`` around a training step. torch hands float32 products to the BLAS it was built with, which on
+    some processors runs at half of what oneDNN's kernels reach (measured: 105-120 against 210-270 GFLOP/s on one core with
+    AVX-512). Results differ in rounding only, and are the same in every run.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not kwargs:
+            if func is torch.ops.aten.mm.default and _large(*args):
+                return _product(*args)
+            if func is torch.ops.aten.addmm.default and _large(*args[1:]):
+                return _product(*args[1:]).add_(args[0])
+            if func is torch.ops.aten.addmm_.default and _large(*args[1:]):
+                return args[0].add_(_product(*args[1:]))
+        return func(*args, **kwargs)
+
+
+def _large(a: Tensor, b: Tensor) -> bool:
+    on_cpu = a.device.type == "cpu" and a.dtype is b.dtype is torch.float32
+    return on_cpu and a.shape[0] * a.shape[1] * b.shape[1] >= _WORTH_IT
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t().contiguous(), None, "none", [], "")

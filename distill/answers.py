@@ -31,7 +31,8 @@ _PROMPT_STREAM = 1 << 40  # keeps the random streams of written prompts apart fr
 class AnswerSettings(NamedTuple):
     """How prompts and answers are written."""
 
-    sampling: Sampling
+    sampling: Sampling  # of answers
+    prompt_sampling: Sampling  # of self-written prompts
     max_new_tokens: int  # of an answer
     max_prompt_length: int  # tokens; longer prompts are dropped
     max_length: int  # tokens, prompt and answer
@@ -163,7 +164,10 @@ class _Job:
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything the answers depend on."""
-        settings = self.settings._asdict() | {"sampling": list(self.settings.sampling)}
+        settings = self.settings._asdict() | {
+            "sampling": list(self.settings.sampling),
+            "prompt_sampling": list(self.settings.prompt_sampling),
+        }
         return {
             "target": self.target.name,
             "dtype": str(self.target.dtype),
@@ -227,7 +231,7 @@ class _Job:
             self.target,
             [header] * len(numbers),
             max_new_tokens=max(1, self.settings.max_prompt_length - len(header)),
-            sampling=self.settings.sampling,
+            sampling=self.settings.prompt_sampling,
             eos_token_ids=ends,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,

@@ -36,6 +36,11 @@ class DraftModelObjective(nn.Module):
         """Whole steps are measured, every eighth and the last: on all ranks alike, resumed or not."""
         self._measures = step % _METRICS_EVERY == 0 or step + 1 == total_steps
 
+    @property
+    def teacher(self) -> Teacher:
+        """The target as this objective asks it."""
+        return self._teacher[0]
+
     def forward(self, batch: DistillBatch) -> LossSums:
         """Sums over the batch's labels; in some steps also of the served alpha and of greedy agreement."""
         hidden = last_hidden(self.lm.backbone, self.lm, batch).flatten(0, 1)[batch.predictors]

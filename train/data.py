@@ -74,6 +74,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         return TrainingData(encoded, cached)
     settings = AnswerSettings(
         served_sampling(data.sampling),
+        served_sampling(data.prompt_sampling or data.sampling),
         data.max_new_tokens,
         min(data.max_prompt_length or max_length // 2, max_length - 1),
         max_length,

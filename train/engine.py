@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
+from ..decode.packed import fast_products
 from ..distill.trainee import LossSums, MicroBatch
 from ..errors import BadInput
 from .optimizer import build_adamw
@@ -193,7 +194,7 @@ class Engine:
         """
         if self.deepspeed:
             self.model.set_gradient_accumulation_boundary(last)
-        with self._no_sync() if not last else nullcontext():
+        with self._no_sync() if not last else nullcontext(), fast_products(self.device):
             sums = self.model(micro_batch)
             if not sums.loss_sum.requires_grad:
                 raise RuntimeError("the trainee's loss_sum depends on no trainable parameter: make it zero times one")

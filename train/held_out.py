@@ -4,6 +4,7 @@ from typing import Any
 
 from ..decode.batched import generate_batched
 from ..decode.draft import wants
+from ..decode.packed import fast_products
 from ..decode.sampling import Sampling
 from ..eval.alpha import Answer, ForcedBatch, forced_batches, score
 from ..eval.run import encode_openings, evaluation_prompts
@@ -39,9 +40,11 @@ class HeldOut:
 
     def measure(self, drafter: Any) -> dict[str, float]:
         """``alpha`` and ``greedy_agreement`` over all positions."""
-        if self._batches is None:
-            self._batches = list(forced_batches(self.target, self.answers, wants(drafter).get("hidden_states", ())))
-        scores = score(self.target, drafter, self._batches, len(self.answers), self.sampling)
+        with fast_products(self.target.device):
+            if self._batches is None:
+                layers = wants(drafter).get("hidden_states", ())
+                self._batches = list(forced_batches(self.target, self.answers, layers))
+            scores = score(self.target, drafter, self._batches, len(self.answers), self.sampling)
         positions = sum(len(one.alpha) for one in scores)
         return {
             "alpha": float(sum(one.alpha.sum() for one in scores)) / positions,

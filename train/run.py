@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..decode.packed import unpack, use_backend
+from ..decode.packed import fast_products, unpack, use_backend
+from ..distill.head_fit import fit_head, has_own_head
 from ..distill.objective import DraftModelObjective
 from ..distill.trainee import StepSource
 from ..errors import BadInput
@@ -15,15 +16,16 @@ from ..heads.build import Trainable, build_trainable
 from ..models.target import Target, load_target
 from ..progress import say
 from ..provenance import Provenance, open_run
-from ..recipe import Recipe
-from . import loop
+from ..recipe import ModelDrafter, Recipe
+from . import checkpoint, loop
 from .budget import Budget, fix_budget, seconds_for_data, timed
 from .data import TrainingData, check_recipe, prepare_data, served_sampling
 from .dry_run import dry_run
 from .engine import Engine, start_engine
 from .held_out import HeldOut
 from .rng import seed_all
-from .steps import build_steps, steps_in
+from .search import run_search
+from .steps import build_steps, fitting_batches, steps_in
 
 FINAL, START = "final", "start"
 
@@ -90,7 +92,9 @@ def _run_loop(
 ) -> loop.Outcome:
     served = served_sampling(recipe.evaluate.sampling)
     seed_all(recipe.seed)  # a drafter with random weights is the same on every rank, and when a run is begun again
-    built = build_trainable(recipe.drafter, recipe.objective, target, data.encoded, served)
+    built = build_trainable(recipe.drafter, recipe.objective, target, data.encoded, served, recipe.seed)
+    if built.search is not None:
+        return _search(recipe, built, target, held_out, folder, engine, command)
     objective = built.objective
     trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     say(f"drafter: {_millions(objective)} parameters, {trained / 1e6:.1f} M trained, {built.num_scored:,} ids scored")
@@ -104,6 +108,8 @@ def _run_loop(
     budget = engine.share(_on_main(engine, fix))
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
+    if not engine.share(bool(checkpoint.list_checkpoints(folder))):
+        _fit_head(recipe, data, engine, built)
     engine.prepare(
         objective,
         betas=recipe.optimizer.betas,
@@ -114,6 +120,43 @@ def _run_loop(
     if outcome.finished:
         with engine.gathered():
             _on_main(engine, partial(built.save, folder / FINAL))
+        say(f"finished: the drafter is in {folder / FINAL}")
+    return outcome
+
+
+def _fit_head(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> None:
+    """Fit a cut draft model's own head before the first step: minutes of training for the price of seconds."""
+    init = recipe.drafter.init if isinstance(recipe.drafter, ModelDrafter) else None
+    objective = built.objective
+    if init is None or not init.fit_head or init.config is not None or not isinstance(objective, DraftModelObjective):
+        return
+    if not has_own_head(objective.lm):
+        return
+    say("fitting the drafter's head to the target's")
+    with fast_products(engine.device):
+        explained = fit_head(objective.lm, objective.teacher, fitting_batches(recipe, data, engine, built))
+    say(f"the fitted head explains {explained:.0%} of the variance of the target's last hidden states")
+
+
+def _search(
+    recipe: Recipe,
+    built: Trainable,
+    target: Target,
+    held_out: HeldOut | None,
+    folder: Path,
+    engine: Engine,
+    command: list[str],
+) -> loop.Outcome:
+    """Look for the drafter instead of training it."""
+    assert built.search is not None
+    if engine.world_size > 1:
+        raise BadInput(f"drafter.kind: {recipe.drafter.kind} is searched for, not trained: start it in one process")
+    use_backend(target.model, "auto")  # the costs to weigh are those of decoding
+    evaluate = None if held_out is None else _evaluation(built, held_out)
+    outcome = run_search(built.search, recipe.engine, folder, evaluate, _resume_command(command))
+    unpack(target.model)
+    if outcome.finished:
+        built.save(folder / FINAL)
         say(f"finished: the drafter is in {folder / FINAL}")
     return outcome
 
@@ -177,7 +220,6 @@ def _budget(
 
 
 def _plan(recipe: Recipe, folder: Path, budget: Budget, command: list[str]) -> loop.Plan:
-    resumed = command if "--resume" in command else [*command, "--resume"]
     return loop.Plan(
         folder,
         budget.steps,
@@ -190,9 +232,13 @@ def _plan(recipe: Recipe, folder: Path, budget: Budget, command: list[str]) -> l
         evaluate_every=recipe.evaluate.every,
         seed=recipe.seed,
         resume=True,  # open_run has refused a second start already
-        resume_command=" ".join(resumed),
+        resume_command=_resume_command(command),
         expected_seconds=budget.seconds,
     )
+
+
+def _resume_command(command: list[str]) -> str:
+    return " ".join(command if "--resume" in command else [*command, "--resume"])
 
 
 def _on_main(engine: Engine, work: Callable[[], Any]) -> Any:

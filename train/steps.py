@@ -1,11 +1,12 @@
 """From a recipe and its data to the steps that the loop takes, rollouts included."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..data.batches import TokenBatches
 from ..data.encoded_set import EncodedSet
 from ..decode.streams import mix
+from ..distill.batch import DistillBatch
 from ..distill.objective import DraftModelObjective
 from ..distill.rollouts import DrafterAnswers, OnlineStream, RolloutBuffer, Source
 from ..distill.steps import CachedTeacher, DistillSteps, RolloutSteps
@@ -37,6 +38,14 @@ def build_steps(recipe: Recipe, target: Target, data: TrainingData, engine: Engi
         assert fixed is not None
         return fixed
     return _with_rollouts(recipe, rollouts, target, data, engine, built, fixed)
+
+
+def fitting_batches(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> Iterator[DistillBatch]:
+    """Micro-batches of one pass over the fixed data, the same on every rank."""
+    cached = None if data.cached is None else CachedTeacher(data.cached, data.encoded, built.rank_of)
+    steps = DistillSteps(_batches(recipe, data, recipe.engine.tokens_per_step), engine.device, cached)
+    while steps.batches.epoch == 0:
+        yield from next(steps)
 
 
 def steps_in(recipe: Recipe, data: TrainingData, epochs: float) -> int:
