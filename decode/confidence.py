@@ -16,7 +16,7 @@ from ..errors import BadInput
 class Confidence(NamedTuple):
     """Stop drafting a row where its confidence falls below `threshold`."""
 
-    threshold: float
+    threshold: float | Tensor  # one for all, or [batch]: one a row
     # False: after a token whose own probability is below it. True: before a token when no token's probability reaches
     # it (BiLD's fallback, arXiv:2302.07863).
     before: bool = False

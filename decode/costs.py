@@ -6,7 +6,7 @@ round times every size once), so that a busy machine slows all of them alike, an
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,6 +90,20 @@ def measure_costs(
         {count: seconds for (kind, count), seconds in times.items() if kind == "verify"},
         {count: seconds for (kind, count), seconds in times.items() if kind == "draft"},
     )
+
+
+@torch.no_grad()
+def time_passes(
+    models: Mapping[str, Any], prompt: Sequence[int], seconds: float = 4.0, min_rounds: int = 5
+) -> dict[str, float]:
+    """Seconds (medians) of a pass over one token after `prompt`, by name, of models that take turns."""
+    tasks: dict[tuple[str, int], _Task] = {}
+    for name, model in models.items():
+        lm = CachedLM(model, 1)
+        ids = torch.tensor([list(prompt)], device=model.device)
+        lm.prefill(ids[:, :-1], [ids.shape[1] - 1])
+        tasks[name, 1] = _Task(partial(lm.feed, ids[:, -1:]), None, lm.forget_pending)
+    return {name: median for (name, _), median in _interleaved(tasks, seconds, min_rounds).items()}
 
 
 def _start(drafter: Drafter, ids: Tensor, hidden: dict[int, Tensor]) -> None:

@@ -58,7 +58,9 @@ class CachedLM:
         `inputs` are what the model takes beside the tokens.
         """
         batch, width = input_ids.shape
-        hidden: dict[int, Tensor] = {}
+        size = self.model.config.get_text_config(decoder=True).hidden_size
+        nothing = torch.zeros(batch, 0, size, dtype=self.model.dtype, device=input_ids.device)
+        hidden = dict.fromkeys(self._asked, nothing)
         if width:
             positions = torch.arange(width, device=input_ids.device).expand(batch, width)
             self.cache.place(None if rows is None else positions, 0, width, rows)

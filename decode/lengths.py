@@ -4,7 +4,7 @@ A row's lengths depend on nothing but what that row drafted and accepted before.
 its sample does not depend on its neighbours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,8 @@ from ..models.target import Target
 from .confidence import Confidence, set_confidence
 from .costs import StepCosts, measure_costs
 from .draft import Drafter
+from .draft_model import DraftModel
+from .lookahead import Lookahead
 from .named import Options, check_share, check_whole, parse_named
 from .prompts import Prompts
 from .rules import rule_options
@@ -246,9 +248,9 @@ _measured: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int, int], S
 
 
 def _auto(target: Target, drafter: Drafter, prompts: Prompts, most: int = 8, **options: Any) -> AutoLength:
-    if hasattr(drafter, "num_companions"):
+    if isinstance(drafter, Lookahead):
         raise BadInput(
-            f"{WHAT}: 'auto' weighs chains, and {type(drafter).__name__} feeds the target more than its draft"
+            f"{WHAT}: 'auto' weighs chains, and lookahead drafts trees of as many nodes as it has candidates"
         )
     check_whole(WHAT, most=most)
     key = len(prompts.lengths), most
@@ -261,8 +263,8 @@ def _auto(target: Target, drafter: Drafter, prompts: Prompts, most: int = 8, **o
 
 def identity(drafter: Drafter) -> Any:
     """What stays the same between calls, where a user's causal LM or a name is made a drafter anew for each."""
-    model = getattr(getattr(drafter, "lm", None), "model", None)
-    if model is not None:
-        return model
-    # Without parameters, all of a kind cost the same.
-    return type(drafter) if getattr(drafter, "num_parameters_read", None) == 0 else drafter
+    if isinstance(drafter, DraftModel):
+        return drafter.lm.model
+    # Without parameters, all of a kind cost the same. The others must be known again by a weak reference.
+    lasting = isinstance(drafter, Hashable) and type(drafter).__weakrefoffset__ != 0
+    return drafter if lasting and getattr(drafter, "num_parameters_read", None) != 0 else type(drafter)

@@ -8,28 +8,31 @@ and its drift is reported instead.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..data.chats import encode_prompt
 from ..decode.loop import speculative_generate
 from ..decode.packed import use_backend
 from ..decode.prompts import pad_rows
 from ..decode.rules import LOSSLESS
 from ..decode.sampling import Sampling
+from ..decode.streams import mix
 from ..decode.tree import as_layout
 from ..errors import BadInput
 from ..heads import load_drafter
 from ..models.target import Target, as_target, load_target
+from .alpha import Answer
 from .audit_drift import audit_drift
 from .audit_engine import Engine
 from .audit_greedy import audit_greedy
 from .audit_sampled import audit_sampled
 from .audit_statistics import Test
 from .audit_transformers import check_transformers_can, transformers_generate
+from .auto_tree import choose_tree
 from .options import AuditOptions
-from .run import evaluation_prompts
+from .run import encode_openings, evaluation_prompts
 
 _SAMPLED_PROMPTS = 4  # where no limit is given: thousands of answers are drawn after each
 _CONTEXT_TOKENS = 32  # of a prompt that is sampled after: its end. Every sample pays for the whole of it
 _SAMPLED_ROWS = 64  # decoded side by side under sampling, at least
+_TREE_PROMPTS, _TREE_TOKENS = 12, 32  # that `--tree auto` is chosen by
 
 
 class AuditResult(NamedTuple):
@@ -46,29 +49,25 @@ def audit(options: AuditOptions) -> AuditResult:
     Raises:
         BadInput: unreadable prompts, models that do not fit each other, something the engine under audit cannot do.
     """
-    if options.engine == "transformers":
+    foreign = options.engine == "transformers"
+    if foreign:
         check_transformers_can(options)
     sampled = options.temperature > 0 and options.rule in LOSSLESS
-    limit = _SAMPLED_PROMPTS if sampled and options.limit is None else options.limit
-    examples = evaluation_prompts(options.prompts, limit)
-    target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
-    drafter = load_drafter(options.drafter, target)
-    backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
-    module = getattr(drafter, "module", None)
-    if module is not None:
-        use_backend(module, backend)  # type: ignore[arg-type]
-    prompts = [encode_prompt(target.tokenizer, example.turns[:1]) for example in examples]  # type: ignore[arg-type]
-    if sampled:
-        prompts = [prompt[-_CONTEXT_TOKENS:] for prompt in prompts]
-    foreign = options.engine == "transformers"
+    examples = evaluation_prompts(options.prompts, options.limit or (_SAMPLED_PROMPTS if sampled else None))
+    target, drafter, backend = _loaded(options)
+    prompts = encode_openings(target, examples, where=options.prompts)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty)
+    tree, tree_words = options.tree, ""
+    if tree == "auto":
+        tree, tree_words = _chosen_tree(options, target, drafter, prompts, sampling)
     result = audit_drafter(
         target,
         drafter,
-        prompts,
-        sampling=Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty),
+        [prompt[-_CONTEXT_TOKENS:] for prompt in prompts] if sampled else prompts,
+        sampling=sampling,
         rule=options.rule,
         rule_options=options.rule_options,
-        tree=options.tree,
+        tree=tree,
         num_speculative_tokens=options.num_speculative_tokens,
         batch_size=1 if foreign else max(options.batch_size, _SAMPLED_ROWS) if sampled else options.batch_size,
         max_new_tokens=options.max_new_tokens,
@@ -81,8 +80,34 @@ def audit(options: AuditOptions) -> AuditResult:
         show_progress=True,
     )
     what = f"{'transformers generate' if foreign else 'draftsmith'}, {options.drafter} for {options.target}"
-    how = f"rule {options.rule}, {target.dtype}, backend {backend}".replace("torch.", "")
+    how = f"rule {options.rule}, {target.dtype}, backend {backend}{tree_words}".replace("torch.", "")
     return result._replace(lines=[f"audit of {what}: {how}", *result.lines])
+
+
+def _loaded(options: AuditOptions) -> tuple[Target, Any, str]:
+    """Target, drafter and the backend in use."""
+    target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
+    if target.tokenizer is None:
+        raise BadInput(f"{options.target}: has no tokenizer, so prompts cannot be encoded")
+    drafter = load_drafter(options.drafter, target)
+    backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
+    module = getattr(drafter, "module", None)
+    if module is not None:
+        use_backend(module, backend)  # type: ignore[arg-type]
+    return target, drafter, backend
+
+
+def _chosen_tree(
+    options: AuditOptions, target: Target, drafter: Any, prompts: Sequence[list[int]], sampling: Sampling
+) -> tuple[Any, str]:
+    """The tree that ``eval --tree auto`` would choose after some of the prompts, and how to say so."""
+    some = list(prompts[:_TREE_PROMPTS])
+    plain = Engine(target, None, sampling, batch_size=len(some), show_progress=True)
+    seeds = [mix(options.seed, i) for i in range(len(some))]
+    said = plain.plain(some, _TREE_TOKENS, seeds, "plain answers to choose a tree by").tokens
+    answers = [Answer(prompt, tokens) for prompt, tokens in zip(some, said, strict=True)]
+    layout, words = choose_tree(target, drafter, answers, sampling, options.num_speculative_tokens)
+    return layout.paths, f", tree of {words}"
 
 
 def audit_drafter(

@@ -41,4 +41,4 @@ def audit_drift(engine: Engine, prompts: Sequence[list[int]], *, max_new_tokens:
 
 
 def _difference(by_rule: np.ndarray, tokens: np.ndarray, plain: np.ndarray, plain_tokens: np.ndarray) -> np.ndarray:
-    return stats.ratio(by_rule, tokens) - stats.ratio(plain, plain_tokens)
+    return np.asarray(stats.ratio(by_rule, tokens) - stats.ratio(plain, plain_tokens))

@@ -27,14 +27,20 @@ from ..recipe import (
     DrafterInit,
     DrafterSection,
     EagleDrafter,
+    EarlyExitDrafter,
     HydraDrafter,
+    LayerSkipDrafter,
     Medusa2Drafter,
     MedusaDrafter,
     ModelDrafter,
     ObjectiveSection,
 )
 from .eagle import eagle_in_training, feature_layers, save_eagle
+from .exit_training import exit_in_training, save_exit
+from .layer_skip import save_layer_skip
+from .layer_skip_search import LayerSkipSearch
 from .make import heads_in_training, save_heads
+from .search import NothingToSearch, Search
 
 
 class Trainable(NamedTuple):
@@ -45,15 +51,21 @@ class Trainable(NamedTuple):
     save: Callable[[Path], None]  # writes the drafter's checkpoint, which load_drafter reads
     num_scored: int  # ids that it can propose
     rank_of: Int[Tensor, "vocab"] | None = None  # the drafter's row of every id (-1: none); None: all ids, in order
+    search: Search | None = None  # for drafters that are searched for: the objective trains nothing
 
 
 def build_trainable(
-    config: DrafterSection, objective: ObjectiveSection, target: Target, encoded: EncodedSet, served: Sampling
+    config: DrafterSection,
+    objective: ObjectiveSection,
+    target: Target,
+    encoded: EncodedSet,
+    served: Sampling,
+    seed: int = 0,
 ) -> Trainable:
     """The drafter as it is before the first step, with its objective.
 
     `encoded` is the training set: its labels say which ids a cut vocabulary keeps, its longest texts calibrate the choice of
-    layers. `served`: the sampling transforms that decoding will use, for the alpha in the log.
+    layers. `served`: the sampling transforms that decoding will use, for the alpha in the log. `seed`: of a search.
 
     Raises:
         BadInput: the drafter does not fit the target, or a key asks for more than the target has.
@@ -79,6 +91,16 @@ def build_trainable(
             model = eagle.drafter.model
             write = partial(save_eagle, config, model, target)
             return Trainable(eagle.objective, eagle.drafter, write, model.outputs.num_scored)
+        case EarlyExitDrafter():
+            kept = None if config.vocabulary is None else kept_ids(config.vocabulary, target, encoded)
+            objective_, drafter = exit_in_training(config, objective, target, kept, served)
+            outputs, write = drafter.head.outputs, partial(save_exit, drafter.head, target)
+            search = NothingToSearch() if config.adapter == "none" else None
+            return Trainable(objective_, drafter, write, outputs.num_scored, outputs.rows_of_ids(), search)
+        case LayerSkipDrafter():
+            searched = LayerSkipSearch(config, target, encoded, served, seed)
+            write = partial(save_layer_skip, searched.drafter, target, searched.found)
+            return Trainable(nn.Module(), searched.drafter, write, target.vocab_size, search=searched)
 
 
 def cached_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | None:
@@ -90,6 +112,8 @@ def cached_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | 
             return (-1,)
         case EagleDrafter():
             return tuple(dict.fromkeys((*feature_layers(config, num_layers), num_layers)))
+        case EarlyExitDrafter() if config.adapter != "none":
+            return (config.exit_layer, -1)
         case _:
             return None
 

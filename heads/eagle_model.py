@@ -25,7 +25,7 @@ from ..models.loading import load_exactly
 from ..models.vocabulary import d2t, t2d
 from .outputs import HeadOutputs
 
-KeysValues = tuple[Float[Tensor, "batch kv_heads n dim"], Float[Tensor, "batch kv_heads n dim"]]
+KeysValues = tuple[Float[Tensor, "batch kv_heads _ dim"], Float[Tensor, "batch kv_heads _ dim"]]
 _HEAD_NAMES = ("outputs.lm_heads.0.", "lm_head.")  # here, and on disk
 # Scalings whose frequencies do not depend on how long a sequence has become: what is in the cache stays valid.
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")

@@ -136,7 +136,7 @@ class EagleObjective(nn.Module):
         chunk_tokens: int = 512,
     ):
         """`teacher` has the kept ids of a cut vocabulary. `features` gives the target's hidden states of `layers` and the
-        last ones (-1, after the final norm). `served`: the sampling transforms that decoding will use (greedy: alpha is
+        last ones, all counted from 0. `served`: the sampling transforms that decoding will use (greedy: alpha is
         logged at temperature 1).
         """
         super().__init__()
@@ -158,7 +158,7 @@ class EagleObjective(nn.Module):
             nothing = torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum() * 0.0
             return LossSums(nothing, batch.supervised, {})
         states = features(batch)
-        last = states[-1].flatten(0, 1)
+        last = states[teacher.target.num_layers].flatten(0, 1)
         fused = self._noised(self.model.fuse([states[layer] for layer in self.layers]))
         meter = Meter(teacher, last, anchors) if measure else None
         shares = [self.weights.decay**j for j in range(self.weights.steps)]

@@ -12,10 +12,14 @@ from ..models.folder import read_manifest
 from ..models.target import as_target
 from .eagle import KIND as EAGLE
 from .eagle import load_eagle
+from .exit_training import KIND as EARLY_EXIT
+from .exit_training import load_exit
+from .layer_skip import KIND as LAYER_SKIP
+from .layer_skip import load_layer_skip
 from .make import KINDS as HEADS
 from .make import load_heads
 
-KINDS = ("model", EAGLE, *HEADS)
+KINDS = ("model", EAGLE, EARLY_EXIT, LAYER_SKIP, *HEADS)
 
 
 def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
@@ -38,6 +42,10 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
             return DraftModel(load_draft_lm(name, target), target.vocab_size)
         case _ if kind == EAGLE:
             return load_eagle(name, target)
+        case _ if kind == EARLY_EXIT:
+            return load_exit(name, target)
+        case _ if kind == LAYER_SKIP:
+            return load_layer_skip(name, target)
         case _ if kind in HEADS:
             return load_heads(name, target)
         case _:

@@ -24,6 +24,8 @@ from .features import TargetFeatures
 from .prefix import PrefixAttention
 from .trunk import DraftHeads
 
+Metrics = dict[str, tuple[Tensor | int | float, Tensor | int | float]]
+
 RANKS = 10  # most likely tokens of a head whose accuracy is measured
 _MEASURE_EVERY = 8  # forward passes in training: accuracies are over the target's full vocabulary
 _MEASURED_LABELS = 512  # of a training batch, at most
@@ -87,22 +89,15 @@ class HeadsObjective(nn.Module):
 
     def forward(self, batch: DistillBatch) -> LossSums:
         """Sums over the batch's labels; every few calls also accuracies, alpha and the implied block efficiency."""
-        extra, metrics = None, {}
-        if self.heads.prefix is not None:
-            original, hidden = self._over_prefixes(batch, self.heads.prefix)
-        else:
-            original = hidden = self._original(batch)
+        original, hidden = self._read(batch)
+        total, metrics = torch.zeros((), device=hidden.device), {}
         if self.adapted is not None:
-            hidden, extra, metrics = self._adapted(batch, original)
+            hidden, total, metrics = self._adapted(batch, original)
         prepared = self.heads.prepare(hidden)
-        tokens = batch.input_ids.flatten()
-        total = torch.zeros((), device=hidden.device) if extra is None else extra
         for head, (sources, labels) in enumerate(self.pairs(batch)):
-            seen = tokens[batch.predictors[sources][:, None] + 1 + torch.arange(head + 1, device=tokens.device)]
-            states = self.heads.states(head, prepared[sources], seen)
             loss = chunked_loss(
                 self.mixture,
-                states,
+                self.heads.states(head, prepared[sources], self._seen(batch, sources, head)),
                 self.heads.outputs.draft_head(head),
                 self._targets(original[labels]) if self.mixture.needs_target else None,
                 self._label_rows(batch.labels[labels]) if self.mixture.needs_tokens else None,
@@ -112,8 +107,7 @@ class HeadsObjective(nn.Module):
             total = total + self.decay**head * loss.sum
             metrics[f"heads/{head}/loss"] = (loss.sum.detach(), loss.count)
         if self._calls % _MEASURE_EVERY == 0 or not self.training:
-            most = _MEASURED_LABELS if self.training else len(batch.labels)
-            metrics |= self.measure(batch, original, prepared.detach(), most)
+            metrics |= self._measured(batch, original, prepared.detach())
         self._calls += self.training
         return LossSums(total, batch.supervised, metrics)
 
@@ -129,52 +123,76 @@ class HeadsObjective(nn.Module):
             yield sources[labels], labels
 
     @torch.no_grad()
-    def measure(
+    def hits(self, batch: DistillBatch) -> tuple[Bool[Tensor, "labels heads"], Bool[Tensor, "labels heads"]]:
+        """Which heads' most likely tokens are the target's, drafting from where each label is predicted; and which have a
+        label there to be compared with.
+        """
+        original, hidden = self._read(batch)
+        return self._ranked(batch, original, self.heads.prepare(hidden), len(batch.labels))[:2]
+
+    def _measured(
+        self, batch: DistillBatch, original: Float[Tensor, "labels hidden"], prepared: Float[Tensor, "labels prepared"]
+    ) -> Metrics:
+        """Of the first labels: per head the share whose most likely (five most likely) tokens hold the target's; head 0's
+        alpha; tokens a pass if every position of the text began a step and drafts were taken greedily.
+        """
+        most = _MEASURED_LABELS if self.training else len(batch.labels)
+        right, guessed, ranks, alpha = self._ranked(batch, original, prepared, most)
+        counts = guessed.sum(0)
+        if self.training:
+            self._remember(ranks, counts)
+        metrics: Metrics = {"alpha": (alpha, counts[0])}
+        for head, (hits, count) in enumerate(zip(ranks, counts, strict=True)):
+            metrics[f"heads/{head}/top1"] = (hits[0], count)
+            metrics[f"heads/{head}/top5"] = (hits[:5].sum(), count)
+        starts = guessed.all(1)
+        accepted = right[starts].long().cumprod(1).sum()
+        return metrics | {"block_efficiency": (starts.sum() + accepted, starts.sum())}
+
+    @torch.no_grad()
+    def _ranked(
         self,
         batch: DistillBatch,
         original: Float[Tensor, "labels hidden"],
         prepared: Float[Tensor, "labels prepared"],
         most: int,
-    ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-        """Of the first `most` labels: per head the share whose most likely (five most likely) tokens hold the target's; head
-        0's alpha; tokens a pass if every position of the text began a step and drafts were taken greedily.
-        """
+    ) -> tuple[Tensor, Tensor, Int[Tensor, "heads ranks"], Tensor]:
+        """What :meth:`hits` gives, how often each rank of each head was the target's choice, and head 0's summed alpha."""
         outputs, head = self.heads.outputs, self._target_head[0]
-        original, tokens = original[:most], batch.input_ids.flatten()
-        best = torch.cat([head(rows).argmax(-1) for rows in original.split(_ROWS_AT_ONCE)] or [tokens[:0]])
+        best = torch.cat([head(rows).argmax(-1) for rows in original[:most].split(_ROWS_AT_ONCE)] or [batch.labels])
         right = torch.zeros(len(best), self.heads.num_heads, dtype=torch.bool, device=best.device)
-        guessed = torch.zeros_like(right)
-        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        guessed, ranks = torch.zeros_like(right), torch.zeros_like(self.rank_hits)
         alpha = torch.zeros((), device=best.device)
         for k, (sources, labels) in enumerate(self.pairs(batch)):
             inside = labels < len(best)
-            hits = torch.zeros(self.rank_hits.shape[1], dtype=torch.long, device=best.device)
-            for at, label in zip(
-                sources[inside].split(_ROWS_AT_ONCE), labels[inside].split(_ROWS_AT_ONCE), strict=True
-            ):
-                seen = tokens[batch.predictors[at][:, None] + 1 + torch.arange(k + 1, device=at.device)]
-                logits = self.heads.logits(k, prepared[at], seen)
-                found = outputs.to_target_ids(logits.topk(len(hits), dim=-1).indices) == best[label][:, None]
-                hits += found.sum(0)
+            pieces = zip(sources[inside].split(_ROWS_AT_ONCE), labels[inside].split(_ROWS_AT_ONCE), strict=True)
+            for at, label in pieces:
+                logits = self.heads.logits(k, prepared[at], self._seen(batch, at, k))
+                top = outputs.to_target_ids(logits.topk(ranks.shape[1], dim=-1).indices)
+                found = top == best[label][:, None]
+                ranks[k] += found.sum(0)
                 right[at, k], guessed[at, k] = found[:, 0], True
                 if k == 0:
                     scores = outputs.spread(logits.float(), -torch.inf)
                     alpha += torch.minimum(self._served(scores), self._served(head(original[label]))).sum()
-            count = int(inside.sum())
-            metrics[f"heads/{k}/top1"] = (hits[0], count)
-            metrics[f"heads/{k}/top5"] = (hits[:5].sum(), count)
-            if k == 0:
-                metrics["alpha"] = (alpha, count)
-            if self.training:
-                self._remember(k, hits, count)
-        return metrics | {"block_efficiency": _implied_block_efficiency(right, guessed)}
+        return right, guessed, ranks, alpha
 
-    def _remember(self, head: int, hits: Tensor, count: int) -> None:
-        if int(self.rank_counts[head]) > _MOST_COUNTED:
-            self.rank_hits[head] //= 2
-            self.rank_counts[head] //= 2
-        self.rank_hits[head] += hits
-        self.rank_counts[head] += count
+    def _remember(self, ranks: Int[Tensor, "heads ranks"], counts: Int[Tensor, "heads"]) -> None:
+        full = int(self.rank_counts[0]) > _MOST_COUNTED
+        for kept, new in ((self.rank_hits, ranks), (self.rank_counts, counts)):
+            kept.copy_((kept // 2 if full else kept) + new)
+
+    def _seen(self, batch: DistillBatch, sources: Int[Tensor, "n"], head: int) -> Int[Tensor, "n seen"]:
+        """The newest emitted token and the `head` tokens after it, for hidden states at the predictors of `sources`."""
+        steps = 1 + torch.arange(head + 1, device=sources.device)
+        return batch.input_ids.flatten()[batch.predictors[sources][:, None] + steps]
+
+    def _read(self, batch: DistillBatch) -> tuple[Float[Tensor, "labels hidden"], Float[Tensor, "labels hidden"]]:
+        """The original target's last hidden states at the labels, and what heads read there, the target being frozen."""
+        if self.heads.prefix is None:
+            original = self._original(batch)
+            return original, original
+        return self._over_prefixes(batch, self.heads.prefix)
 
     def _original(self, batch: DistillBatch) -> Float[Tensor, "labels hidden"]:
         if self.adapted is None:
@@ -190,9 +208,7 @@ class HeadsObjective(nn.Module):
         out = prefix(states.to(self.heads.dtype), batch.position_ids, seen[:, 0])
         return states.flatten(0, 1)[batch.predictors], out.flatten(0, 1)[batch.predictors]
 
-    def _adapted(
-        self, batch: DistillBatch, original: Float[Tensor, "labels hidden"]
-    ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor | float, Tensor | float]]]:
+    def _adapted(self, batch: DistillBatch, original: Float[Tensor, "labels hidden"]) -> tuple[Tensor, Tensor, Metrics]:
         """Hidden states that the heads shall read, what holds the target, and how far it has moved."""
         assert self.adapted is not None
         if not self.adapted.training_target:
@@ -220,11 +236,3 @@ class HeadsObjective(nn.Module):
             return labels
         self._rows_of = self._rows_of.to(labels.device)
         return self._rows_of[labels]
-
-
-def _implied_block_efficiency(
-    right: Bool[Tensor, "labels heads"], guessed: Bool[Tensor, "labels heads"]
-) -> tuple[Tensor, Tensor]:
-    """1 and the heads that are right in a row from the first on, over positions where all heads have a label."""
-    starts = guessed.all(1)
-    return starts.sum() + right[starts].long().cumprod(1).sum(), starts.sum()

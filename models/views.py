@@ -17,6 +17,7 @@ from .cut import layer_list, text_stack
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+_FINAL_NORM = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
 
 class Bypass(nn.Module):
@@ -112,27 +113,40 @@ def with_layers(model: Any, layers: Sequence[nn.Module]) -> Any:
     return _replaced(model, name.split("."), nn.ModuleList(layers))
 
 
-def without_blocks(model: Any, attention: Iterable[int], mlp: Iterable[int]) -> Any:
-    """A view of a causal LM that skips the attention blocks of the layers `attention` and the MLP blocks of `mlp`.
+class BlockSkipper:
+    """Views of a causal LM that skip attention and MLP blocks."""
 
-    Raises:
-        BadInput: a layer that is not there, or a family whose blocks have other names.
-    """
-    layers, attention, mlp = layers_of(model), set(attention), set(mlp)
-    if outside := sorted(i for i in attention | mlp if not 0 <= i < len(layers)):
-        raise BadInput(f"layer {outside[0]} cannot be skipped: expected 0 to {len(layers) - 1}")
-    names = block_names(model)
-    sizes = tuple_sizes(model, [layers[0], *(_block(layers[0], name) for name in names)])
-    views = []
-    for i, layer in enumerate(layers):
-        if i in attention and i in mlp:
-            views.append(Bypass(sizes[0]))
-            continue
-        for name, size, skipped in zip(names, sizes[1:], (attention, mlp), strict=True):
-            layer = _replaced(layer, [name], Nothing(size)) if i in skipped else layer
-        views.append(layer)
-    _check_residual(model, names, sizes)
-    return with_layers(model, views)
+    def __init__(self, model: Any):
+        """Raises BadInput for a family whose blocks have other names, or do more than add to the residual stream."""
+        self._model, self._names = model, block_names(model)
+        layers = layers_of(model)
+        self._sizes = tuple_sizes(model, [layers[0], *(_block(layers[0], name) for name in self._names)])
+        self.num_layers = len(layers)
+        _check_residual(model, self._names, self._sizes)
+
+    def view(self, attention: Iterable[int], mlp: Iterable[int]) -> Any:
+        """Without the attention blocks of the layers `attention` and the MLP blocks of `mlp`.
+
+        Raises:
+            BadInput: a layer that is not there.
+        """
+        attention, mlp, views = set(attention), set(mlp), []
+        if outside := sorted(i for i in attention | mlp if not 0 <= i < self.num_layers):
+            raise BadInput(f"layer {outside[0]} cannot be skipped: expected 0 to {self.num_layers - 1}")
+        for i, layer in enumerate(layers_of(self._model)):
+            if i in attention and i in mlp:
+                views.append(Bypass(self._sizes[0]))
+                continue
+            for name, size, skipped in zip(self._names, self._sizes[1:], (attention, mlp), strict=True):
+                layer = _replaced(layer, [name], Nothing(size)) if i in skipped else layer
+            views.append(layer)
+        return with_layers(self._model, views)
+
+
+def blocks_of(model: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """Attention and MLP block of every layer. Raises BadInput where they are not found."""
+    attention, mlp = block_names(model)
+    return [(_block(layer, attention), _block(layer, mlp)) for layer in layers_of(model)]
 
 
 @torch.no_grad()
@@ -165,6 +179,24 @@ def block_names(model: Any) -> tuple[str, str]:
     if found[0] is None or found[1] is None:
         raise BadInput(f"{type(model).__name__}: no attention and MLP blocks were found in {type(layer).__name__}")
     return found[0], found[1]
+
+
+@torch.no_grad()
+def final_norm(model: Any) -> nn.Module:
+    """What stands between a causal LM's last layer and its output head. Raises BadInput where it is not found."""
+    decoder, found = text_stack(model)[0], []
+    norm = next((getattr(decoder, name) for name in _FINAL_NORM if hasattr(decoder, name)), None)
+    if norm is not None and model.device.type == "meta":
+        return norm
+    if norm is not None:
+        hook = norm.register_forward_hook(lambda module, args, output: found.append(output))
+        try:
+            out = decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        finally:
+            hook.remove()
+        if len(found) == 1 and torch.equal(found[0], out.last_hidden_state):
+            return norm
+    raise BadInput(f"{type(model).__name__}: no norm that makes its last hidden states was found")
 
 
 def _block(layer: nn.Module, name: str) -> nn.Module:
