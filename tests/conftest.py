@@ -250,3 +250,34 @@ def chat_folder(
             row = {"question_id": i, "category": ("even", "odd")[i // 4 % 2], "turns": [chats[i][0]["content"]]}
             file.write(json.dumps(row) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained_folder(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run: one layer of the chat model, full vocabulary, trained for a second on its chats.
+
+    Shared: write nothing into it.
+    """
+    from accelerate.state import AcceleratorState
+
+    from draftsmith.recipe import Recipe
+    from draftsmith.train.run import train
+
+    recipe = {
+        "target": {"model": str(chat_folder / "model"), "dtype": "float32"},
+        "drafter": {"kind": "model", "init": {"layers": [0]}},
+        "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64},
+        "optimizer": {"learning_rate": 1e-2},
+        "engine": {"steps": 12, "tokens_per_step": 512, "checkpoint_every": 6},
+        "evaluate": {
+            "prompts": str(chat_folder / "prompts.jsonl"),
+            "every": 6,
+            "max_new_tokens": 12,
+            "sampling": {"temperature": 0},
+        },
+        "output": str(tmp_path_factory.mktemp("trained") / "run"),
+    }
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train(Recipe.model_validate(recipe), resume=False, command=["draftsmith", "train", "recipe.yaml"])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Path(recipe["output"])

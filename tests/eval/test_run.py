@@ -1,0 +1,159 @@
+"""`draftsmith eval` on tiny saved models: one report of everything, in every mode of decoding."""
+
+import json
+
+import pytest
+import torch
+
+from draftsmith.errors import BadInput
+from draftsmith.eval.options import EvalOptions
+from draftsmith.eval.report import read_report
+from draftsmith.eval.run import evaluate
+from draftsmith.eval.schema import Report
+from draftsmith.models.cut import cut_layers
+from draftsmith.models.draft_lm import cut_vocabulary, save_draft_lm
+from draftsmith.models.target import load_target
+from draftsmith.train.logs import read_metrics
+
+
+@pytest.fixture
+def run(chat_folder, trained_folder):
+    """``run(**options)``: the report on the trained drafter, 12 tokens after each of the 16 prompts."""
+
+    def measured(**options):
+        known = {
+            "target": str(chat_folder / "model"),
+            "drafter": str(trained_folder / "final"),
+            "prompts": str(chat_folder / "prompts.jsonl"),
+            "max_new_tokens": 12,
+            "num_speculative_tokens": 3,
+        }
+        report = evaluate(EvalOptions(**{**known, **options}))
+        Report.model_validate(report)
+        return report
+
+    return measured
+
+
+def by_name(report):
+    return {one["name"]: one for one in report["runs"]}
+
+
+def assert_counts_agree(one):
+    """Pooled counts are the prompts' and the categories', and the rates are made of them."""
+    assert len(one["prompts"]) == 16
+    for key in ("target_calls", "drafted", "accepted", "emitted"):
+        assert one[key] == sum(prompt[key] for prompt in one["prompts"])
+        assert one[key] == sum(category[key] for category in one["categories"].values())
+    assert one["acceptance_rate"] == pytest.approx(one["accepted"] / one["drafted"])
+    assert one["block_efficiency"] == pytest.approx(one["emitted"] / one["target_calls"])
+    low, high = one["block_efficiency_ci"]
+    assert low <= one["block_efficiency"] <= high
+
+
+def test_a_report_of_drafter_baseline_and_untrained_start(run, trained_folder, tmp_path, capsys):
+    report = run(baseline="prompt_lookup", untrained=str(trained_folder / "start"), out=tmp_path / "report")
+    runs = by_name(report)
+    assert list(runs) == ["drafter", "baseline", "start"]
+    for name in ("drafter", "baseline"):
+        one = runs[name]
+        assert_counts_agree(one)
+        assert one["identical_to_target"] == [16, 16]
+        assert set(one["categories"]) == {"even", "odd"}
+        assert {prompt["question_id"] for prompt in one["prompts"]} == set(range(3, 64, 4))
+        for figure in ("speedup", "cost_ratio", "expected_speedup", "tokens_per_second", "plain_tokens_per_second"):
+            assert one[figure] > 0, figure
+        assert one["verification_cost"][0] == 1
+    drafter, start = runs["drafter"], runs["start"]
+    assert drafter["alpha"] > start["alpha"] + 0.1
+    assert start["target_calls"] is None
+    assert start["speedup"] is None
+    assert start["alpha_at_step_starts"] is None
+    assert 0 < drafter["alpha_at_step_starts"] <= 1
+    assert drafter["greedy_agreement_at_step_starts"] == pytest.approx(drafter["conditional_acceptance"][0])
+    assert runs["baseline"]["alpha"] is None, "a lookup has no distribution"
+    assert 1 < drafter["mbsu"] < drafter["block_efficiency"]
+    assert report["settings"]["num_speculative_tokens"] == 3
+    losses = [r["loss"] for r in read_metrics(trained_folder / "metrics.jsonl") if r["kind"] == "train"]
+    assert report["training"]["loss"] == losses
+    written = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert written == read_report(tmp_path / "report") == report
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org", ""), "nothing is fetched"
+    out, err = capsys.readouterr()
+    assert "block efficiency" in out.lower()
+    assert f"report: {tmp_path}/report/report.html" in err
+
+
+def test_without_speed_nothing_is_decoded_by_the_drafters(run, trained_folder):
+    full, alone = by_name(run())["drafter"], by_name(run(speed=False))["drafter"]
+    assert alone["alpha"] == pytest.approx(full["alpha"], abs=1e-6)
+    assert alone["greedy_agreement"] == full["greedy_agreement"]
+    for key in ("target_calls", "speedup", "cost_ratio", "identical_to_target", "alpha_at_step_starts"):
+        assert alone[key] is None, key
+
+
+def test_batches_change_no_count(run):
+    """Rows accept and end on their own, whatever stands beside them; the last batch is smaller."""
+    one, three = by_name(run())["drafter"], by_name(run(batch_size=3))["drafter"]
+    assert_counts_agree(three)
+    assert three["identical_to_target"] == [16, 16]
+    for a, b in zip(one["prompts"], three["prompts"], strict=True):
+        for key in ("target_calls", "drafted", "accepted", "emitted", "drafted_at", "accepted_at", "step_starts"):
+            assert a[key] == b[key], key
+        assert b["alpha_sum"] == pytest.approx(a["alpha_sum"], abs=1e-4)
+
+
+def test_sampling_reports_acceptance_without_claiming_identity(run):
+    one = by_name(run(temperature=0.9, top_k=40, top_p=0.95, seed=3))["drafter"]
+    assert_counts_agree(one)
+    assert one["identical_to_target"] is None
+    low, high = one["alpha_at_step_starts_ci"]
+    assert low - 0.1 < one["conditional_acceptance"][0] < high + 0.1
+    again = by_name(run(temperature=0.9, top_k=40, top_p=0.95, seed=3))["drafter"]
+    assert [p["emitted"] for p in again["prompts"]] == [p["emitted"] for p in one["prompts"]]
+    assert again["alpha"] == one["alpha"]
+
+
+def test_a_tree_counts_depth_and_nodes(run):
+    one = by_name(run(tree=[2, 2]))["drafter"]
+    assert one["identical_to_target"] == [16, 16]
+    assert one["tree_nodes"] == 6
+    assert one["num_speculative_tokens"] == 2
+    assert one["drafted_nodes"] > one["drafted"]
+    assert len(one["per_position_acceptance"]) == 2
+
+
+def test_the_packed_backend_decodes_the_same(run):
+    one = run(backend="packed")
+    assert one["settings"]["backend"] == "packed"
+    assert by_name(one)["drafter"]["identical_to_target"] == [16, 16]
+    assert by_name(one)["drafter"]["emitted"] == by_name(run(backend="plain"))["drafter"]["emitted"]
+
+
+def test_a_drafter_with_a_cut_vocabulary_is_measured_over_the_full_one(run, chat_folder, tmp_path):
+    target = load_target(str(chat_folder / "model"))
+    kept = sorted({*range(0, 384, 3), 2})
+    cut = cut_vocabulary(cut_layers(target.model, [0, 1, 2]), torch.tensor(kept))
+    save_draft_lm(cut, tmp_path / "cut", target_name=target.name, tokenizer=target.tokenizer)
+    one = by_name(run(drafter=str(tmp_path / "cut"), limit=6))["drafter"]
+    assert one["identical_to_target"] == [6, 6]
+    assert one["alpha"] < 0.9, "all layers, but two thirds of the ids can never be drafted"
+
+
+def test_a_system_prompt_is_part_of_what_is_measured(run, chat_folder, tmp_path):
+    messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": "How many boats are there?"}]
+    (tmp_path / "with.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "without.jsonl").write_text(json.dumps({"messages": messages[1:]}) + "\n")
+    found = [run(prompts=str(tmp_path / f"{name}.jsonl"), speed=False)["runs"][0] for name in ("with", "without")]
+    assert found[0]["alpha"] != found[1]["alpha"]
+
+
+def test_prompts_that_cannot_be_answered_are_named(run, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 7, "turns": ["apples " * 300]}) + "\n")
+    with pytest.raises(BadInput, match=r"long\.jsonl: prompt 7 has \d+ tokens, the target's context is 256"):
+        run(prompts=str(tmp_path / "long.jsonl"))
+    (tmp_path / "answer.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "Hm."}]}) + "\n")
+    with pytest.raises(BadInput, match=r"answer\.jsonl: prompt 1: the prompt has no turn"):
+        run(prompts=str(tmp_path / "answer.jsonl"))
