@@ -30,6 +30,7 @@ from ..recipe import (
     EarlyExitDrafter,
     HydraDrafter,
     LayerSkipDrafter,
+    LookaheadTokensDrafter,
     Medusa2Drafter,
     MedusaDrafter,
     ModelDrafter,
@@ -39,6 +40,8 @@ from .eagle import eagle_in_training, feature_layers, save_eagle
 from .exit_training import exit_in_training, save_exit
 from .layer_skip import save_layer_skip
 from .layer_skip_search import LayerSkipSearch
+from .lookahead_objective import LookaheadObjective
+from .lookahead_tokens import LookaheadEmbeddings, LookaheadTokens, save_lookahead_tokens
 from .make import heads_in_training, save_heads
 from .search import NothingToSearch, Search
 
@@ -101,6 +104,14 @@ def build_trainable(
             searched = LayerSkipSearch(config, target, encoded, served, seed)
             write = partial(save_layer_skip, searched.drafter, target, searched.found)
             return Trainable(nn.Module(), searched.drafter, write, target.vocab_size, search=searched)
+        case LookaheadTokensDrafter():
+            embeddings = LookaheadEmbeddings(target, config.num_tokens)
+            mixture = parse_mixture(objective.loss, objective.temperature)
+            ahead = LookaheadObjective(
+                embeddings, target, mixture, served, config.anchors, config.token_decay, objective.chunk_tokens
+            )
+            write = partial(save_lookahead_tokens, embeddings, target)
+            return Trainable(ahead, LookaheadTokens(embeddings, target), write, target.vocab_size)
 
 
 def cached_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | None:

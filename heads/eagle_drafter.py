@@ -103,6 +103,7 @@ class Eagle:
         self.cached = CachedLM(_Entries(self.model, self._embed[0]), batch, hidden_states=(0,))
         self.prompts = input_ids
         self.prompt_lengths = attention_mask.sum(1)
+        self.unfinished = torch.ones_like(self.prompt_lengths, dtype=torch.bool)
         self.outputs = torch.zeros(
             batch, self.model.config.hidden_size, dtype=self.model.dtype, device=input_ids.device
         )
@@ -133,6 +134,7 @@ class Eagle:
         if target_outputs.logits is None:
             self._take_prompts(states)
             return
+        self.unfinished = accepted.lengths > 0
         # Entry i: the feature of the i-th token that was fed and stays, and the token emitted after it.
         width = max(1, *accepted.host_lengths)
         fed = torch.nn.functional.pad(accepted.path[:, : width - 1].clamp(min=-1) + 1, (1, 0))
@@ -214,7 +216,7 @@ class Eagle:
             latest = self._feed(token[:, None], latest[:, None], None)[:, 0]
             return self.model.logits(latest)
 
-        stopping = None if self.confidence is None else Stopping(self.confidence, self.newest_counts == 0)
+        stopping = None if self.confidence is None else Stopping(self.confidence, ~self.unfinished)
         uniforms = self._uniforms(num_tokens, sampling, generators)
         return draft_chain(
             num_tokens, logits, sampling, uniforms, feed_next, outputs.to_target_ids, outputs.spread, stopping

@@ -64,7 +64,7 @@ class EarlyExitObjective(nn.Module):
             metrics=measure,
             probabilities=self._served,
         )
-        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        metrics: dict[str, tuple[Tensor | int | float, Tensor | int | float]] = {}
         if loss.alpha_sum is not None:
             metrics = {"alpha": (loss.alpha_sum, loss.positions), **self.measure(batch, read.detach(), last)}
         return LossSums(loss.sum, batch.supervised, metrics)
@@ -82,7 +82,7 @@ class EarlyExitObjective(nn.Module):
     @torch.no_grad()
     def measure(
         self, batch: DistillBatch, read: Float[Tensor, "labels hidden"], last: Float[Tensor, "labels hidden"]
-    ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+    ) -> dict[str, tuple[Tensor | int | float, Tensor | int | float]]:
         """Shares of labels where the most likely token, or one of five, is the target's most likely one; and what a greedy
         chain of four would emit a pass if every position that has four labels began a step.
         """

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..decode.draft import Drafter
 from ..decode.draft_model import DraftModel
-from ..decode.drafters import WITHOUT_TRAINING, drafter_without_training
+from ..decode.drafters import drafter_without_training, is_without_training
 from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
@@ -16,10 +16,12 @@ from .exit_training import KIND as EARLY_EXIT
 from .exit_training import load_exit
 from .layer_skip import KIND as LAYER_SKIP
 from .layer_skip import load_layer_skip
+from .lookahead_tokens import KIND as LOOKAHEAD_TOKENS
+from .lookahead_tokens import load_lookahead_tokens
 from .make import KINDS as HEADS
 from .make import load_heads
 
-KINDS = ("model", EAGLE, EARLY_EXIT, LAYER_SKIP, *HEADS)
+KINDS = ("model", EAGLE, EARLY_EXIT, LAYER_SKIP, LOOKAHEAD_TOKENS, *HEADS)
 
 
 def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
@@ -33,8 +35,8 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
     """
     target = as_target(target)
     name = str(folder_or_name)
-    if name in WITHOUT_TRAINING:
-        return drafter_without_training(name)
+    if is_without_training(name):
+        return drafter_without_training(name, target)
     manifest = read_manifest(Path(name).expanduser())
     kind = "model" if manifest is None else manifest["kind"]
     match kind:
@@ -46,6 +48,8 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
             return load_exit(name, target)
         case _ if kind == LAYER_SKIP:
             return load_layer_skip(name, target)
+        case _ if kind == LOOKAHEAD_TOKENS:
+            return load_lookahead_tokens(name, target)
         case _ if kind in HEADS:
             return load_heads(name, target)
         case _:

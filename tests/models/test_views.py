@@ -5,7 +5,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 from draftsmith.errors import BadInput
-from draftsmith.models.views import TwoParts, with_layers, without_blocks
+from draftsmith.models.views import BlockSkipper, TwoParts, final_norm, with_layers
 
 FAMILIES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_gemma3", "tiny_gpt2"]
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
@@ -25,14 +25,14 @@ def test_two_parts_make_the_whole(model):
         hidden, normed = parts.first(**inputs)
         torch.testing.assert_close(hidden, expected.hidden_states[num_first])
         torch.testing.assert_close(parts.rest(hidden, **inputs).logits, expected.logits)
-        assert not torch.equal(normed, hidden)
+        torch.testing.assert_close(final_norm(model)(hidden), normed)
         last, _ = parts.first(input_ids=IDS[:, :5], use_cache=False)
         torch.testing.assert_close(last, hidden[:, :5], atol=1e-5, rtol=1e-4)  # nothing is left of an earlier call
 
 
 @torch.no_grad()
 def test_skipped_blocks_are_as_if_their_last_weights_were_zero(model, request):
-    view = without_blocks(model, attention=[0, 2], mlp=[2, 3])
+    view = BlockSkipper(model).view(attention=[0, 2], mlp=[2, 3])
     found, before = view(input_ids=IDS, use_cache=False).logits, model(input_ids=IDS, use_cache=False).logits
     silenced = {"self_attn": (0, 2), "attn": (0, 2), "mlp": (2, 3)}
     layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
@@ -49,7 +49,7 @@ def test_skipped_blocks_are_as_if_their_last_weights_were_zero(model, request):
 def test_a_view_shares_every_parameter_and_leaves_no_trace(tiny_llama):
     model = tiny_llama(layers=3)
     before = model(input_ids=IDS, output_hidden_states=True)
-    view = without_blocks(model, attention=[1], mlp=[1, 2])
+    view = BlockSkipper(model).view(attention=[1], mlp=[1, 2])
     own = {id(parameter) for parameter in model.parameters()}
     assert {id(parameter) for parameter in view.parameters()} < own
     assert sum(p.numel() for p in view.parameters()) < sum(p.numel() for p in model.parameters())
@@ -59,19 +59,19 @@ def test_a_view_shares_every_parameter_and_leaves_no_trace(tiny_llama):
     assert len(after.hidden_states) == 4
     assert torch.equal(after.logits, before.logits)
     model.model.layers[0].mlp.down_proj.weight.add_(1.0)
-    assert not torch.equal(view(input_ids=IDS).logits, without_blocks(tiny_llama(layers=3), [1], [1, 2])(IDS).logits)
+    assert not torch.equal(view(input_ids=IDS).logits, BlockSkipper(tiny_llama(layers=3)).view([1], [1, 2])(IDS).logits)
 
 
 def test_layers_that_are_not_there_and_families_that_cannot_are_refused(tiny_llama):
     model = tiny_llama(layers=3)
     with pytest.raises(BadInput, match=r"layer 3 cannot be skipped: expected 0 to 2"):
-        without_blocks(model, [3], [])
+        BlockSkipper(model).view([3], [])
     for number in (0, 3):
         with pytest.raises(BadInput, match=rf"{number} first layers: expected 1 to 2"):
             TwoParts(model, number)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=4)).eval()
     with pytest.raises(BadInput, match="cannot be skipped one by one"):
-        without_blocks(bloom, [1], [])
+        BlockSkipper(bloom)
     TwoParts(bloom, 1)  # its layers return tuples
     with_layers(bloom, list(bloom.transformer.h))(input_ids=IDS)
     model.model._hf_hook = object()

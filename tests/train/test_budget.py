@@ -1,0 +1,64 @@
+"""Budgets become numbers of steps once."""
+
+import json
+
+import pytest
+
+from draftsmith.recipe import EngineSection
+from draftsmith.train.budget import Budget, fix_budget, seconds_for_data, timed
+
+
+def fix(file, engine, **settings):
+    known = {
+        "steps_in": lambda epochs: round(10 * epochs),
+        "seconds_a_step": lambda: 0.5,
+        "seconds_an_evaluation": lambda: 20.0,
+        "evaluate_every": 40,
+    }
+    return fix_budget(EngineSection(**engine), file, **{**known, **settings})
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"steps": 7}, Budget(7, None)),
+        ({"epochs": 2.5}, Budget(25, None)),
+        ({"epochs": 0.01}, Budget(1, None)),
+        # A third of ten minutes; a step costs its own half second and its share of an evaluation, another half.
+        ({"minutes": 10, "data_share": 0.4, "evaluate_share": 0.27}, Budget(198, 198.0)),
+        ({"minutes": 10, "data_share": 0.4, "evaluate_share": 0.27, "max_epochs": 3}, Budget(30, 30.0)),
+        ({"minutes": 0.001}, Budget(1, 1.0)),
+    ],
+)
+def test_steps_epochs_and_minutes(engine, expected, tmp_path):
+    file = tmp_path / "budget.json"
+    assert fix(file, engine) == expected
+    assert json.loads(file.read_text()) == {"steps": expected.steps, "seconds": expected.seconds}
+
+
+def test_what_was_fixed_stays_whatever_the_clock_says_later(tmp_path):
+    def broken():
+        raise AssertionError("measured again")
+
+    first = fix(tmp_path / "budget.json", {"minutes": 10})
+    again = fix(tmp_path / "budget.json", {"minutes": 99}, seconds_a_step=broken, seconds_an_evaluation=broken)
+    assert again == first
+
+
+def test_nothing_is_measured_where_steps_are_given(tmp_path):
+    def broken():
+        raise AssertionError("measured")
+
+    for engine in ({"steps": 3}, {"epochs": 1.0}):
+        fix(tmp_path / str(engine), engine, seconds_a_step=broken, seconds_an_evaluation=broken)
+
+
+def test_the_data_s_share_of_the_minutes():
+    assert seconds_for_data(EngineSection(minutes=20, data_share=0.45)) == pytest.approx(540)
+    assert seconds_for_data(EngineSection(steps=5)) is None
+
+
+def test_the_shortest_of_several_calls_counts(monkeypatch):
+    clock = iter([0.0, 3.0, 10.0, 11.0, 20.0, 25.0])
+    monkeypatch.setattr("draftsmith.train.budget.time.monotonic", lambda: next(clock))
+    assert timed(lambda: None, repeats=3) == 1.0
