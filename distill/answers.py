@@ -32,13 +32,13 @@ class AnswerSettings(NamedTuple):
     """How prompts and answers are written."""
 
     sampling: Sampling  # of answers
-    prompt_sampling: Sampling  # of self-written prompts
     max_new_tokens: int  # of an answer
     max_prompt_length: int  # tokens; longer prompts are dropped
     max_length: int  # tokens, prompt and answer
     batch_size: int
     seed: int
     keep_hidden: bool  # store the last hidden states that the answers were predicted from
+    prompt_sampling: Sampling | None = None  # of self-written prompts; None: as the answers
 
 
 class Amount(NamedTuple):
@@ -166,7 +166,7 @@ class _Job:
         """Everything the answers depend on."""
         settings = self.settings._asdict() | {
             "sampling": list(self.settings.sampling),
-            "prompt_sampling": list(self.settings.prompt_sampling),
+            "prompt_sampling": None if self.settings.prompt_sampling is None else list(self.settings.prompt_sampling),
         }
         return {
             "target": self.target.name,
@@ -231,7 +231,7 @@ class _Job:
             self.target,
             [header] * len(numbers),
             max_new_tokens=max(1, self.settings.max_prompt_length - len(header)),
-            sampling=self.settings.prompt_sampling,
+            sampling=self.settings.prompt_sampling or self.settings.sampling,
             eos_token_ids=ends,
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,

@@ -74,13 +74,13 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         return TrainingData(encoded, cached)
     settings = AnswerSettings(
         served_sampling(data.sampling),
-        served_sampling(data.prompt_sampling or data.sampling),
         data.max_new_tokens,
         min(data.max_prompt_length or max_length // 2, max_length - 1),
         max_length,
         data.generation_batch,
         recipe.seed,
         keep_hidden=data.cache == "hidden" and cached_layers(recipe.drafter, target.num_layers) is None,
+        prompt_sampling=None if data.prompt_sampling is None else served_sampling(data.prompt_sampling),
     )
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")

@@ -24,9 +24,9 @@ def fix(file, engine, **settings):
         ({"steps": 7}, Budget(7, None)),
         ({"epochs": 2.5}, Budget(25, None)),
         ({"epochs": 0.01}, Budget(1, None)),
-        # A third of ten minutes; a step costs its own half second and its share of an evaluation, another half.
-        ({"minutes": 10, "data_share": 0.4, "evaluate_share": 0.27}, Budget(198, 198.0)),
-        ({"minutes": 10, "data_share": 0.4, "evaluate_share": 0.27, "max_epochs": 3}, Budget(30, 30.0)),
+        # A quarter of ten minutes; a step costs its own half second and its share of an evaluation, another half.
+        ({"minutes": 10, "data_share": 0.5, "evaluate_share": 0.25}, Budget(150, 150.0)),
+        ({"minutes": 10, "data_share": 0.5, "evaluate_share": 0.25, "max_epochs": 3}, Budget(30, 30.0)),
         ({"minutes": 0.001}, Budget(1, 1.0)),
     ],
 )
