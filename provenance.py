@@ -113,7 +113,10 @@ def versions() -> dict[str, str | None]:
 
 def environment() -> dict[str, Any]:
     """What a measurement depends on besides its settings: the machine, the versions, the command."""
-    return {"machine": host(), "versions": versions(), "command": shlex.join(["draftsmith", *sys.argv[1:]])}
+    facts = host()
+    gpus = f", {', '.join(facts['gpus'])}" if facts["gpus"] else ""
+    machine = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, {facts['memory_gib']} GiB{gpus}"
+    return {"machine": f"{machine}; {facts['system']}", "versions": versions(), "command": shlex.join(["draftsmith", *sys.argv[1:]])}
 
 
 def commit() -> str | None:
