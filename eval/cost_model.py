@@ -56,7 +56,7 @@ def extend(conditional: Float[np.ndarray, "*batch positions"], length: int) -> F
     return rates
 
 
-def step_cost(passes: float, verified_tokens: float, cost_ratio: float, verification_cost: Sequence[float]) -> float:
+def step_cost(passes: float | int, verified_tokens: float, cost_ratio: float, verification_cost: Sequence[float]) -> float:
     """Time of a step in plain steps: passes · c + t(verified) / t(1); NaN past the measured curve.
 
     With a flat curve and one pass a draft token this is the γc + 1 of theorem 3.8, arXiv:2211.17192. A fractional
@@ -73,7 +73,7 @@ def expected_speedup(
     num_speculative_tokens: int,
     cost_ratio: float,
     verification_cost: Sequence[float],
-    passes: float | None = None,
+    passes: float | int | None = None,
     verified_tokens: float | None = None,
 ) -> Float[np.ndarray, "*batch"]:
     """Expected tokens of a step over its cost: theorem 3.8 of arXiv:2211.17192 with measured acceptance and costs.
@@ -96,7 +96,7 @@ def speedup_by_length(
     conditional: Float[np.ndarray, " positions"],
     cost_ratio: float,
     verification_cost: Sequence[float],
-    passes: float | None = None,
+    passes: float | int | None = None,
 ) -> list[float]:
     """Expected speed-up of a chain for 1, 2, … draft tokens, as far as the verification curve was measured.
 
@@ -112,7 +112,7 @@ def best_num_speculative_tokens(
     conditional: Float[np.ndarray, " positions"],
     cost_ratio: float,
     verification_cost: Sequence[float],
-    passes: float | None = None,
+    passes: float | int | None = None,
 ) -> int:
     """The number of draft tokens with the highest expected speed-up; 0 when no draft is faster than plain decoding.
 
@@ -127,7 +127,7 @@ def break_even_alpha(
     num_speculative_tokens: int,
     cost_ratio: float,
     verification_cost: Sequence[float],
-    passes: float | None = None,
+    passes: float | int | None = None,
 ) -> float | None:
     """The constant acceptance at which drafting `num_speculative_tokens` neither gains nor loses time.
 
@@ -146,7 +146,7 @@ def break_even_alpha(
     return high
 
 
-def mbsu(block_efficiency: float, passes: float, drafter_parameters: int, target_parameters: int) -> float:
+def mbsu(block_efficiency: float, passes: float | int, drafter_parameters: int, target_parameters: int) -> float:
     """Memory-bound speed-up τ / (1 + passes · ρ), after arXiv:2403.00858: what reading weights alone would cost.
 
     ρ is the drafter's parameters over the target's, each as read in one pass; parallel heads make one pass a step.

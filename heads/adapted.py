@@ -24,6 +24,7 @@ from ..models.cut import layer_list, text_stack
 from ..models.head import split
 from ..models.loading import load_exactly
 from ..models.lora import add_lora, load_adapter, save_adapter
+from ..models.quiet import say
 from ..models.target import Target
 from ..recipe import LoraSection
 from .checkpoint import remember_weights
@@ -156,6 +157,7 @@ def change_target(target: Target, folder: Path, layers: dict[str, Tensor]) -> No
         return
     if by is not None:
         raise BadInput(f"{folder}: changes the target, which {by} has changed already: load them for separate targets")
+    say(f"{folder.name} changes the target: output is the changed target's, and so is what it is compared with")
     remember_weights(target)
     packed = is_packed(model)
     unpack(model)

@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import torch
+
 from ..decode.batched import generate_batched
 from ..decode.draft import wants
 from ..decode.packed import fast_products
 from ..decode.sampling import Sampling
 from ..eval.alpha import Answer, ForcedBatch, forced_batches, score
+from ..eval.drift import token_log_probabilities
 from ..eval.run import encode_openings, evaluation_prompts
+from ..heads.adapted import AdaptedTarget
 from ..models.target import Target
 from ..progress import stage
 from ..recipe import EvaluateSection
@@ -37,16 +41,32 @@ class HeldOut:
                 bar.advance(1, tokens=len(row.tokens))
         self.answers = [Answer(prompt, tokens[i]) for i, prompt in enumerate(prompts)]
         self._batches: list[ForcedBatch] | None = None
+        self._perplexity_before: float | None = None
 
     def measure(self, drafter: Any) -> dict[str, float]:
-        """``alpha`` and ``greedy_agreement`` over all positions."""
+        """``alpha`` and ``greedy_agreement`` over all positions; of a drafter that changes the target also the target's own
+        perplexity on its earlier answers, as it is now and as it was.
+        """
+        adapted: AdaptedTarget | None = getattr(drafter, "adapted", None)
         with fast_products(self.target.device):
-            if self._batches is None:
+            if self._batches is None or adapted is not None:
                 layers = wants(drafter).get("hidden_states", ())
                 self._batches = list(forced_batches(self.target, self.answers, layers))
             scores = score(self.target, drafter, self._batches, len(self.answers), self.sampling)
+            perplexities = {} if adapted is None else self._perplexities(adapted)
         positions = sum(len(one.alpha) for one in scores)
         return {
             "alpha": float(sum(one.alpha.sum() for one in scores)) / positions,
             "greedy_agreement": float(sum(one.agreement.sum() for one in scores)) / positions,
+            **perplexities,
         }
+
+    def _perplexities(self, adapted: AdaptedTarget) -> dict[str, float]:
+        if self._perplexity_before is None:
+            with adapted.original():
+                self._perplexity_before = self._perplexity()
+        return {"target_perplexity": self._perplexity(), "target_perplexity_before": self._perplexity_before}
+
+    def _perplexity(self) -> float:
+        logs = torch.cat(token_log_probabilities(self.target, self.answers))
+        return float((-logs.mean()).exp())

@@ -1,0 +1,128 @@
+"""From a recipe to heads on the target: trained, resumed, saved, evaluated, with whatever cache."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.eval.options import EvalOptions
+from draftsmith.eval.run import evaluate
+from draftsmith.recipe import Recipe
+from draftsmith.train.logs import read_metrics
+from draftsmith.train.run import train
+
+ANSWERED = {"responses": "target", "max_new_tokens": 12}
+HYDRA_PREFIX = {"kind": "hydra", "num_heads": 2, "prefix_attention": True}
+CASES = {
+    "medusa": ({"kind": "medusa", "num_heads": 2}, {**ANSWERED, "cache": "hidden"}),
+    "medusa own": ({"kind": "medusa", "num_heads": 2, "output": "own", "vocabulary": 150}, {"cache": "none"}),
+    "blockwise": ({"kind": "blockwise", "num_heads": 2, "inner_size": 32}, {"cache": "hidden"}),
+    "hydra": ({"kind": "hydra", "num_heads": 2}, {**ANSWERED, "cache": "hidden"}),
+    "hydra prefix": (HYDRA_PREFIX, {**ANSWERED, "cache": "hidden"}),
+    "hydra prefix streamed": (HYDRA_PREFIX, {"cache": "none"}),
+    "medusa2": ({"kind": "medusa2", "num_heads": 2, "lora": {"rank": 4}}, {**ANSWERED, "cache": "hidden"}),
+    "blockwise and a layer": (
+        {"kind": "blockwise", "num_heads": 2, "inner_size": 32, "train_layers": 1},
+        {"cache": "none"},
+    ),
+}
+
+
+@pytest.fixture
+def start(chat_folder, tmp_path, toy):
+    def begin(drafter, data, name="run", steps=10, resume=False, **engine):
+        recipe = {
+            "target": {"model": str(chat_folder / "model"), "dtype": "float32"},
+            "drafter": drafter,
+            "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64, **data},
+            "optimizer": {"learning_rate": 1e-2},
+            "engine": {"steps": steps, "tokens_per_step": 512, "checkpoint_every": 5, **engine},
+            "evaluate": {
+                "prompts": str(chat_folder / "prompts.jsonl"),
+                "every": 5,
+                "max_new_tokens": 10,
+                "sampling": {"temperature": 0},
+            },
+            "output": str(tmp_path / name),
+        }
+        toy.reset()
+        train(Recipe.model_validate(recipe), resume=resume, command=["draftsmith", "train", "x"])
+        return tmp_path / name
+
+    return begin
+
+
+def records(folder, kind):
+    return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_leaves_heads_that_evaluation_takes_as_they_are(case, start, chat_folder):
+    drafter, data = CASES[case]
+    folder = start(drafter, data)
+    curve = records(folder, "train")
+    assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
+    for name in ("heads/0/loss", "heads/1/loss", "heads/0/top1", "heads/1/top5", "block_efficiency", "alpha"):
+        assert any(name in record for record in curve), name
+    changed = case in ("medusa2", "blockwise and a layer")
+    last = records(folder, "evaluation")[-1]
+    assert ("target_perplexity" in last) == ("target_perplexity_before" in last) == changed
+    options = EvalOptions(
+        target=str(chat_folder / "model"),
+        drafter=str(folder / "final"),
+        untrained=str(folder / "start"),
+        prompts=str(chat_folder / "prompts.jsonl"),
+        limit=6,
+        max_new_tokens=10,
+        num_speculative_tokens=2,
+    )
+    report = evaluate(options)
+    (run,) = (run for run in report["runs"] if run["name"] == "drafter")
+    assert run["identical_to_target"] == [6, 6]
+    if not changed:
+        assert run["greedy_agreement_at_step_starts"] == pytest.approx(run["conditional_acceptance"][0])
+    assert run["mbsu"] is not None
+
+
+def test_the_perplexity_of_a_target_that_is_trained_is_reported_before_and_after(start):
+    drafter = {"kind": "medusa2", "num_heads": 2, "lora": {"rank": 4}, "heads_first": 0.5, "target_weight": 0.0}
+    found = records(start(drafter, ANSWERED), "evaluation")
+    assert [record["step"] for record in found] == [5, 10]
+    before = {round(record["target_perplexity_before"], 4) for record in found}
+    assert before == {round(found[0]["target_perplexity"], 4)}, "the heads trained alone in the first half"
+    assert found[1]["target_perplexity"] != pytest.approx(found[0]["target_perplexity"], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["hydra", "medusa2"])
+def test_a_resumed_run_ends_where_an_unbroken_one_does(case, start, monkeypatch):
+    from draftsmith.distill.steps import DistillSteps
+
+    drafter, data = CASES[case]
+    whole = start(drafter, data, "whole")
+    taken, real = [], DistillSteps.__next__
+
+    def killed(steps):
+        taken.append(1)
+        if len(taken) > 7:
+            raise KeyboardInterrupt
+        return real(steps)
+
+    monkeypatch.setattr(DistillSteps, "__next__", killed)
+    with pytest.raises(KeyboardInterrupt):
+        start(drafter, data, "broken")
+    monkeypatch.undo()
+    broken = start(drafter, data, "broken", resume=True)
+    losses = [[(record["step"], record["loss"]) for record in records(folder, "train")] for folder in (whole, broken)]
+    assert losses[0] == losses[1]
+    for name, tensor in load_file(whole / "final" / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(broken / "final" / "model.safetensors")[name]), name
+
+
+def test_the_target_on_disk_and_in_memory_is_not_touched(start, chat_folder):
+    def fingerprint():
+        return hashlib.sha256((chat_folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+    before = fingerprint()
+    start(*CASES["medusa2"], steps=2)
+    assert fingerprint() == before
