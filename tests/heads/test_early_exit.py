@@ -157,7 +157,7 @@ def test_every_family_trains_its_adapter_alone(family, request, checks):
     optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
     for _ in range(8):
         sums = objective(batch)
-        losses.append(float(sums.loss_sum))
+        losses.append(float(sums.loss_sum.detach()))
         sums.loss_sum.backward()
         optimizer.step()
         optimizer.zero_grad()

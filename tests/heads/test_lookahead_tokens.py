@@ -156,7 +156,7 @@ def test_every_family_trains_its_embeddings_alone(family, request, checks):
     losses = []
     for _ in range(8):
         sums = objective(batch)
-        losses.append(float(sums.loss_sum))
+        losses.append(float(sums.loss_sum.detach()))
         sums.loss_sum.backward()
         assert float(embeddings.raw.grad.abs().sum(1).min()) > 0
         optimizer.step()
