@@ -1,7 +1,8 @@
 """`--tree auto`: the static tree that this drafter's ranks and this machine's costs favour.
 
-How often the target takes the drafter's first, second, … choice is measured teacher-forced on the target's own answers; the
-best tree of every size follows from that (arXiv:2402.12374), and the size from what a pass over so many tokens costs.
+How often the target takes the drafter's first, second, … choice is measured teacher-forced on the target's own answers, or
+was measured head by head in training; the best tree of every size follows from that (arXiv:2402.12374, 2401.10774), and the
+size from what a pass over so many tokens costs.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from ..decode.costs import StepCosts, measure_costs
 from ..decode.draft import wants
 from ..decode.sampling import Sampling, probabilities
 from ..decode.tree import TreeLayout
-from ..decode.tree_search import best_tree, expected_accepted
+from ..decode.tree_search import best_tree, expected_accepted, tree_from_accuracies
 from ..errors import BadInput
 from ..models.head import split
 from ..models.target import Target
@@ -35,12 +36,17 @@ def choose_tree(
     """
     if not hasattr(drafter, "set_tree") or not hasattr(drafter, "first_token_logits"):
         raise BadInput("--tree auto: this drafter has no branches to choose from")
-    ranks = rank_acceptance(target, drafter, answers, sampling)
-    # One vector for all depths: deeper levels are accepted less often, so the tree is if anything a little too deep.
-    acceptance = [ranks.tolist()] * depth
+    accuracies = getattr(drafter, "accuracies", None)
+    if accuracies is not None:  # measured head by head while these were trained, on other texts
+        acceptance = [row[:_RANKS] for row in accuracies[:depth]]
+    else:
+        # One vector for all depths: deeper levels are accepted less often, so the tree is if anything a little too deep.
+        acceptance = [rank_acceptance(target, drafter, answers, sampling).tolist()] * depth
     typical = sorted(answers, key=lambda answer: len(answer.prompt))[len(answers) // 2].prompt
-    costs = measure_costs(target, drafter, typical, depth, seconds=10.0, min_rounds=3, num_nodes=_MOST_NODES)
-    layouts = [best_tree(acceptance, nodes) for nodes in range(1, _MOST_NODES + 1)]
+    costs = measure_costs(target, drafter, typical, len(acceptance), seconds=10.0, min_rounds=3, num_nodes=_MOST_NODES)
+    # Chosen children may leave a rank out, which helps heads whose second guess is another head's first; drawn ones may not.
+    search = tree_from_accuracies if accuracies is not None and sampling.temperature == 0 else best_tree
+    layouts = [search(acceptance, nodes) for nodes in range(1, _MOST_NODES + 1)]
     best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs))
     gain = _tokens_per_second(best, acceptance, costs) * costs.verification[1]
     tokens = 1 + expected_accepted(best, acceptance)

@@ -126,3 +126,20 @@ def test_the_target_on_disk_and_in_memory_is_not_touched(start, chat_folder):
     before = fingerprint()
     start(*CASES["medusa2"], steps=2)
     assert fingerprint() == before
+
+
+def test_a_tree_is_chosen_from_the_accuracies_in_the_checkpoint(start, chat_folder):
+    folder = start({"kind": "medusa", "num_heads": 2}, {**ANSWERED, "cache": "hidden"})
+    options = EvalOptions(
+        target=str(chat_folder / "model"),
+        drafter=str(folder / "final"),
+        prompts=str(chat_folder / "prompts.jsonl"),
+        limit=4,
+        max_new_tokens=10,
+        num_speculative_tokens=5,
+        tree="auto",
+    )
+    report = evaluate(options)
+    (run,) = (run for run in report["runs"] if run["name"] == "drafter")
+    assert run["identical_to_target"] == [4, 4]
+    assert 1 <= len(run["per_position_acceptance"]) <= 2, "two heads, though five tokens were asked for"
