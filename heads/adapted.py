@@ -55,7 +55,7 @@ class AdaptedTarget(nn.Module):
         super().__init__()
         self.trained = change.trained
         self.learning_rate_share, self.start = learning_rate_share, start
-        self.training_target = start == 0
+        self.training_target = True  # until the loop says otherwise: what measures a step shall measure the longer kind
         self._target, self.change = (target,), change
 
     def begin_step(self, step: int, total_steps: int) -> None:
