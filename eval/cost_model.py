@@ -32,7 +32,7 @@ def expected_tokens(conditional: Float[np.ndarray, "*batch positions"]) -> Float
     A step emits its accepted prefix and one token of the target's. With one constant acceptance this is the geometric
     sum of :func:`constant_acceptance_tokens`, eq. 1 of arXiv:2211.17192.
     """
-    return 1.0 + np.cumprod(conditional, axis=-1).sum(axis=-1)
+    return np.asarray(1.0 + np.cumprod(conditional, axis=-1).sum(axis=-1))
 
 
 def constant_acceptance_tokens(alpha: float, num_speculative_tokens: int) -> float:
@@ -89,7 +89,7 @@ def expected_speedup(
         cost_ratio,
         verification_cost,
     )
-    return expected_tokens(extend(conditional, n)) / cost
+    return np.asarray(expected_tokens(extend(conditional, n)) / cost)
 
 
 def speedup_by_length(

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -51,7 +54,11 @@ SENTENCES = [
 def pytest_configure(config: pytest.Config) -> None:
     """One thread: on a busy machine two can be slower than one. And signatures are checked, here and nowhere else."""
     torch.set_num_threads(1)
-    install_import_hook("draftsmith", "beartype.beartype")  # before any test module imports the package
+    # An int where a float is declared is fine (PEP 484's numeric tower), which beartype has to be told.
+    checker = types.ModuleType("draftsmith_tests_checker")
+    checker.check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules[checker.__name__] = checker
+    install_import_hook("draftsmith", f"{checker.__name__}.check")  # before any test module imports the package
 
 
 def randomize(model: PreTrainedModel, seed: int, std: float = 0.3) -> PreTrainedModel:
