@@ -47,7 +47,7 @@ demo: install
 
 # One thread: the models are tiny, and two threads on a busy machine are slower than one.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
 
 lint: install
 	$(BIN)/ruff check .
