@@ -88,8 +88,8 @@ def make_model(folder: Path, size: Size) -> str:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     with torch.device(size.device):
-        model = Qwen3ForCausalLM(Qwen3Config(**size.config, **ends))
-    model.to(torch.bfloat16).save_pretrained(folder / "target")
+        model = Qwen3ForCausalLM._from_config(Qwen3Config(**size.config, **ends), dtype=torch.bfloat16)
+    model.save_pretrained(folder / "target")
     make_tokenizer(size.tokenizer_ids).save_pretrained(folder / "target")
     return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:,.1f} M random parameters, Qwen3"
 

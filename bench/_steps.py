@@ -104,9 +104,11 @@ def _steps(target: Target, drafter: Any, prompt: list[int], settings: dict[str, 
     )
 
 
-def _models(target: Target, drafter: Any) -> dict[str, nn.Module]:
+def _models(target: Target, drafter: Any) -> list[tuple[str, nn.Module]]:
     """The modules whose calls are forwards."""
-    return {"target": target.model} | ({} if drafter is None else {"drafter": drafter.module})
+    module = getattr(drafter, "module", None)
+    parts = [] if module is None else list(module) if isinstance(module, nn.ModuleList) else [module]
+    return [("target", target.model), *(("drafter", part) for part in parts)]
 
 
 def time_steps(target: Target, drafter: Any, prompt: list[int], **settings: Any) -> list[StepTimes]:
@@ -114,7 +116,7 @@ def time_steps(target: Target, drafter: Any, prompt: list[int], **settings: Any)
     clock, times = _Clock(), []
     drafter = as_drafter(drafter, target)
     with ExitStack() as stack:
-        for name, module in _models(target, drafter).items():
+        for name, module in _models(target, drafter):
             stack.enter_context(clock.forwards_of(name, module))
         for phase in PHASES:
             stack.enter_context(patch.object(Decoding, phase, clock.timed(phase, getattr(Decoding, phase))))
@@ -133,7 +135,7 @@ def count_reads(target: Target, drafter: Any, prompt: list[int], **settings: Any
     clock = _Clock()
     drafter = as_drafter(drafter, target)
     with ExitStack() as stack:
-        for name, module in _models(target, drafter).items():
+        for name, module in _models(target, drafter):
             stack.enter_context(clock.forwards_of(name, module))
         steps = _steps(target, drafter, prompt, settings)
         next(steps)

@@ -45,7 +45,7 @@ class Pair:
 
     backend: str
     target: Target
-    drafter: DraftModel
+    drafter: Any
     counts: list[RowStats] = field(default_factory=list)  # of the measured number of draft tokens, batch 1
     answers: dict[str, dict[tuple[int, ...], list[int]]] = field(default_factory=dict)  # by contestant and prompt
 
@@ -72,8 +72,8 @@ def make_pairs(target: Target, drafter: str | None) -> dict[str, Pair]:
     pairs = {}
     for backend in ("plain", "packed"):
         own = target if backend == "plain" else replace(target, model=copy.deepcopy(target.model))
-        made = DraftModel(cut_layers(own.model, range(4)), own.vocab_size) if drafter is None else None
-        made = made or load_drafter(drafter, own)  # type: ignore[arg-type]
+        made: Any = DraftModel(cut_layers(own.model, range(4)), own.vocab_size)
+        made = made if drafter is None else load_drafter(drafter, own)
         used = {use_backend(own.model, backend), use_backend(made.module, backend)}  # type: ignore[arg-type]
         if used == {backend}:
             pairs[backend] = Pair(backend, own, made)
@@ -129,7 +129,7 @@ def contestants(pairs: dict[str, Pair], options: argparse.Namespace) -> dict[str
     rows: dict[str, tuple[Callable[..., float], Pair, Any]] = {}
     for backend, pair in pairs.items():
         rows[f"transformers, {backend}"] = theirs, pair, False
-        if pair.drafter.vocabulary is None:  # a cut vocabulary is not transformers' business
+        if isinstance(pair.drafter, DraftModel) and pair.drafter.vocabulary is None:  # else transformers cannot
             rows[f"transformers assisted, {backend}"] = theirs, pair, True
         rows[f"plain decoding, {backend}"] = ours, pair, None
         rows[f"speculative, {backend}"] = ours, pair, options.num_speculative_tokens

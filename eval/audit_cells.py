@@ -103,7 +103,7 @@ class ExactCells:
         order = np.argsort(-probs, kind="stable")
         order = order[(probs[order] > 0) & ~inner[order]]
         group, masses = _grouped(probs[order], self.samples)
-        leaves = np.where(inner, _INNER, IMPOSSIBLE)
+        leaves = np.where(inner, _INNER, IMPOSSIBLE).astype(np.int32)
         leaves[order] = sum(len(each) for each in self._masses) + group
         self._masses.append(masses)
         return leaves

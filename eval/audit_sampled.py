@@ -18,6 +18,8 @@ from .audit_statistics import Counts, Pair, Test, holm, run_test, simulations_fo
 from .exact import rounding
 
 _ROUNDING_MARGIN = 4.0  # rounding was measured on one context; the tokens after it may have more
+_ROUNDING_SEEN = 0.005  # of logits after temperature: total variation that samples by the thousand begin to show
+_SURELY = 1e-4  # a corrected p-value below this is no accident
 
 
 class Finding(NamedTuple):
@@ -62,18 +64,24 @@ def audit_sampled(
     if not complete:
         seeds = [mix(seed, number + i) for i in range(number)]
         plain = engine.plain(jobs, joint_tokens, seeds, "sampling plain decoding").tokens
-    counted = []
+    counted, moved = [], []
     for i, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
         heads = [tokens[:joint_tokens] for tokens in answers.tokens[i :: len(prompts)]]
-        tolerance = _ROUNDING_MARGIN * rounding(engine.target, prompt)
+        moved.append(rounding(engine.target, prompt))
         first, joint = cells[i]
-        first_counts, _ = first.count([tokens[:1] for tokens in heads], tolerance)
-        joint_counts, outside = joint.count(heads, tolerance)
+        first_counts, _ = first.count([tokens[:1] for tokens in heads], _ROUNDING_MARGIN * moved[-1])
+        joint_counts, outside = joint.count(heads, _ROUNDING_MARGIN * moved[-1])
         words = _outside(name, outside, samples)
         pair = None if plain is None else frequent_cells(heads, plain[i :: len(prompts)])
         counted.append(_Prompt(name, first_counts, joint_counts, pair, words))
     tests = _tests(counted, joint_tokens, significance, np.random.default_rng(seed))
-    return _finding(counted, tests, answers, significance, joint_tokens, complete)
+    finding = _finding(counted, tests, answers, significance, joint_tokens, complete)
+    if max(moved) / engine.sampling.temperature > _ROUNDING_SEEN:
+        finding.lines.append(
+            f"passes of different shapes move the target's logits by up to {max(moved):.2g} ({engine.target.dtype}): "
+            "a total variation of that order may be rounding, not the rule"
+        )
+    return finding
 
 
 def _outside(name: str, outside: list, samples: int) -> list[str]:
@@ -128,6 +136,8 @@ def _finding(
                 f"FAILED {test.name}: p = {test.pvalue:.1g}, {pvalue:.1g} after Holm; "
                 f"total variation {test.variation:.3f} over {test.cells} cells, {test.by_chance:.3f} expected by chance"
             )
+    if failed and not any(prompt.outside for prompt in prompts) and min(corrected) > _SURELY:
+        failed.append(f"one sound engine in {1 / min(corrected):.0f} looks as bad as this: another seed will tell")
     how = "all outcomes enumerated" if complete else "likely outcomes enumerated, the rest pooled"
     lines = [answers.line, f"cells of the first {joint_tokens} tokens: {how}"]
     for kind in dict.fromkeys(test.name.partition(": ")[2] for test in tests):
@@ -141,7 +151,7 @@ def _summary(kind: str, tests: Sequence[Test]) -> str:
     alone = [test for test in tests if not test.name.startswith("all prompts together")]
     worst = min(tests, key=lambda test: test.pvalue)
     seen = f"total variation {worst.variation:.3f}, {worst.by_chance:.3f} by chance"
-    found = f"detectable with 90 % power: {max(test.detectable for test in alone):.3f} after one prompt"
+    found = f"{max(test.detectable for test in alone):.3f} would be found with 90 % power"
     if len(alone) < len(tests):
-        found += f", {tests[-1].detectable:.3f} on average over all"
+        found += f", {tests[-1].detectable:.3f} on average over all prompts"
     return f"{kind}: smallest p {worst.pvalue:.2g} ({worst.name.partition(': ')[0]}; {seen}); {found}"

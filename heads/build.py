@@ -1,6 +1,6 @@
 """Building what a run trains from a recipe's `drafter` section: every kind of drafter behind the same few attributes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from ..data.encoded_set import EncodedSet
 from ..decode.draft import Drafter
 from ..decode.draft_model import DraftModel
 from ..decode.sampling import Sampling
+from ..distill.batch import DistillBatch
 from ..distill.mixture import parse_mixture
 from ..distill.objective import DraftModelObjective
 from ..distill.teacher import Teacher
@@ -55,6 +56,9 @@ class Trainable(NamedTuple):
     num_scored: int  # ids that it can propose
     rank_of: Int[Tensor, "vocab"] | None = None  # the drafter's row of every id (-1: none); None: all ids, in order
     search: Search | None = None  # for drafters that are searched for: the objective trains nothing
+    # What is solved, not trained, before the first step; the share of the variance of the target's hidden states that it
+    # explains.
+    fit: Callable[[Iterable[DistillBatch]], float] | None = None
 
 
 def build_trainable(
@@ -89,11 +93,10 @@ def build_trainable(
             return Trainable(made.objective, made.drafter, write, outputs.num_scored, outputs.rows_of_ids())
         case EagleDrafter():
             kept = None if config.vocabulary is None else kept_ids(config.vocabulary, target, encoded)
-            texts = _calibration_texts(target, encoded)
-            eagle = eagle_in_training(config, objective, target, kept, texts, served)
+            eagle = eagle_in_training(config, objective, target, kept, served)
             model = eagle.drafter.model
             write = partial(save_eagle, config, model, target)
-            return Trainable(eagle.objective, eagle.drafter, write, model.outputs.num_scored)
+            return Trainable(eagle.objective, eagle.drafter, write, model.outputs.num_scored, fit=eagle.objective.fit)
         case EarlyExitDrafter():
             kept = None if config.vocabulary is None else kept_ids(config.vocabulary, target, encoded)
             objective_, drafter = exit_in_training(config, objective, target, kept, served)

@@ -53,9 +53,9 @@ class Calibration:
         middle = sorted(self.examples, key=lambda example: len(example.input_ids))[len(self.examples) // 2]
         return middle.input_ids[: max(2, len(middle.input_ids) // 2)]
 
-    def costs(self, most: int) -> StepCosts:
-        """Of the target's passes over 1 to ``most + 1`` tokens."""
-        return measure_costs(self.target, None, self.prompt, most, seconds=4.0)
+    def costs(self, most: int, seconds: float) -> StepCosts:
+        """Of the target's passes over 1 to ``most + 1`` tokens, measured for about `seconds`."""
+        return measure_costs(self.target, None, self.prompt, most, seconds=seconds)
 
     @torch.no_grad()
     def acceptance(

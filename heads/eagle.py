@@ -1,6 +1,5 @@
 """EAGLE drafters from a recipe's section into training, and into their folder and back."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from ..decode.sampling import Sampling
 from ..distill.mixture import parse_mixture
 from ..distill.teacher import Teacher, absolute_layer
 from ..errors import BadInput
-from ..models.head import split
 from ..models.quiet import one_line_errors
 from ..models.target import Target
 from ..models.vocabulary import check_kept_ids
@@ -73,15 +71,10 @@ def eagle_in_training(
     objective: ObjectiveSection,
     target: Target,
     kept_ids: Int[Tensor, "kept"] | None,
-    texts: Sequence[Int[Tensor, "one length"]],
     served: Sampling,
 ) -> EagleInTraining:
-    """A new drafter with its objective and the drafter that decodes with it as it is trained. `texts`: a few from the
-    training set, over which the sizes of the target's states are measured.
-    """
+    """A new drafter with its objective and the drafter that decodes with it as it is trained."""
     model, layers = make_eagle(config, target, kept_ids), feature_layers(config, target.num_layers)
-    if target.device.type != "meta":
-        measure_sizes(model, target, layers, texts)
     trained = EagleObjective(
         model,
         Teacher(target, kept_ids),
@@ -93,36 +86,6 @@ def eagle_in_training(
         objective.chunk_tokens,
     )
     return EagleInTraining(trained, Eagle(model, target, layers))
-
-
-@torch.no_grad()
-def measure_sizes(
-    model: EagleModel, target: Target, layers: Sequence[int], texts: Sequence[Int[Tensor, "one length"]]
-) -> None:
-    """Bring what `fc` reads to a root mean square of 1 in every channel, as measured over `texts`; and what the drafter's
-    own norm gives to that of the target's last hidden states, which the output head's weights were made for.
-
-    The residual stream of a target differs in size from layer to layer and from channel to channel by factors of a
-    hundred, and its embeddings by another hundred: left so, the small ones are learned last.
-    """
-    backbone = split(target.model)[0]
-    embed = target.model.get_input_embeddings()
-    parts: dict[int, list[Tensor]] = {layer: [] for layer in (*layers, target.num_layers)}
-    embedded = []
-    for ids in texts:
-        out = backbone(input_ids=ids, use_cache=False, output_hidden_states=True)
-        embedded.append(embed(ids)[0])
-        for layer, states in parts.items():
-            states.append((out.last_hidden_state if layer == target.num_layers else out.hidden_states[layer])[0])
-    size = {layer: _root_mean_square(states) for layer, states in parts.items()}
-    read = [_root_mean_square(embedded)] if model.version == 1 else []
-    model.scale.copy_(1 / torch.cat([*read, *(size[layer] for layer in layers)]).clamp(min=1e-6))
-    if model.version == 3:
-        model.norm.weight.copy_(size[target.num_layers])
-
-
-def _root_mean_square(states: list[Tensor]) -> Tensor:
-    return torch.cat(states).float().square().mean(0).sqrt()
 
 
 def save_eagle(config: EagleDrafter, model: EagleModel, target: Target, folder: str | Path) -> None:

@@ -8,7 +8,7 @@ exactly the keys that the decoder's cache would hold. Step 0 alone is the traini
 Keys and values are made for all positions, everything else for anchors only: nothing else of one layer is ever read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -22,9 +22,8 @@ from ..distill.chunked import LossSum, chunked_loss
 from ..distill.mixture import Mixture
 from ..distill.teacher import Teacher
 from ..distill.trainee import LossSums
+from .eagle_fit import Features, fit_start
 from .eagle_model import EagleModel
-
-Features = Callable[[DistillBatch], dict[int, Float[Tensor, "rows length hidden"]]]
 
 _METRICS_EVERY = 8  # they need the target's full head, which a cut vocabulary otherwise never pays for
 _ROWS_AT_ONCE = 256
@@ -144,15 +143,22 @@ class EagleObjective(nn.Module):
         self.chunk_tokens = chunk_tokens
         # In a tuple, so that the target's parameters are not this module's.
         self._target = (teacher, features, teacher.target.model.get_input_embeddings())
-        at_one = served._replace(temperature=1.0) if served.temperature == 0 else served
-        self._served = partial(probabilities, sampling=at_one)
-        self._calls = 0
+        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
+        self._measures = False
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Whole steps are measured, every eighth and the last: on all ranks alike, resumed or not."""
+        self._measures = step % _METRICS_EVERY == 0 or step + 1 == total_steps
+
+    def fit(self, batches: Iterable[DistillBatch]) -> float:
+        """Solve for the start, before the first step; the share of the target's features that it explains."""
+        teacher, features, embed = self._target
+        return fit_start(self.model, self.layers, teacher.target.num_layers, features, embed, batches)
 
     def forward(self, batch: DistillBatch) -> LossSums:
-        """Sums over the batch's labels; now and then also of the metrics."""
+        """Sums over the batch's labels; in some steps also of the metrics."""
         teacher, features, embed = self._target
-        measure = self._calls % _METRICS_EVERY == 0 or not self.training
-        self._calls += self.training
+        measure = self._measures or not self.training
         anchors = find_anchors(batch, self.weights.steps)
         if not anchors.at.shape[1]:
             nothing = torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum() * 0.0

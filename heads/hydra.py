@@ -12,21 +12,23 @@ from .medusa import ResidualBlocks, zeroed
 class HydraHead(nn.Module):
     """Head k reads ``[hidden, embedding of the newest emitted token, embeddings of the k draft tokens after it]``.
 
-    One SiLU layer brings these to the hidden size, added to the hidden state; residual SiLU blocks follow.
+    A linear map and a SiLU layer bring these to the hidden size, residual SiLU blocks follow. At the start the hidden state
+    passes through.
     """
 
     def __init__(self, hidden_size: int, num_tokens: int, num_layers: int):
         super().__init__()
-        self.mix = nn.Linear((1 + num_tokens) * hidden_size, hidden_size)
+        size = (1 + num_tokens) * hidden_size
+        self.linear = zeroed(nn.Linear(size, hidden_size))
+        with torch.no_grad():
+            self.linear.weight[:, :hidden_size].fill_diagonal_(1.0)
+        self.mix = nn.Linear(size, hidden_size)
         self.out = zeroed(nn.Linear(hidden_size, hidden_size))
         self.blocks = ResidualBlocks(hidden_size, num_layers - 1)
 
-    def forward(
-        self, hidden: Float[Tensor, "*batch hidden"], embedded: Float[Tensor, "*batch tokens"]
-    ) -> Float[Tensor, "*batch hidden"]:
-        """`embedded`: the tokens' embeddings, end to end."""
-        mixed = silu(self.mix(torch.cat([hidden, embedded], -1)))
-        return self.blocks(hidden + self.out(mixed))
+    def forward(self, read: Float[Tensor, "*batch read"]) -> Float[Tensor, "*batch hidden"]:
+        """`read`: the hidden state and the tokens' embeddings, end to end."""
+        return self.blocks(self.linear(read) + self.out(silu(self.mix(read))))
 
 
 class HydraTrunk(nn.Module):
@@ -52,7 +54,21 @@ class HydraTrunk(nn.Module):
         self, head: int, prepared: Float[Tensor, "*batch prepared"], tokens: Int[Tensor, "*batch seen"]
     ) -> Float[Tensor, "*batch hidden"]:
         """What head `head` reads its logits from; `tokens`: the newest emitted one and `head` draft tokens after it."""
-        with torch.no_grad():
-            embedded = self._embed[0](tokens).to(prepared.dtype)
-            embedded = nn.functional.rms_norm(embedded, embedded.shape[-1:])
-        return self.heads[head](prepared, embedded.flatten(-2))
+        return self.heads[head](self.read(prepared, tokens))
+
+    @torch.no_grad()
+    def _embedded(self, tokens: Int[Tensor, "*batch seen"]) -> Float[Tensor, "*batch seen hidden"]:
+        embedded = self._embed[0](tokens)
+        return nn.functional.rms_norm(embedded, embedded.shape[-1:])
+
+    def read(
+        self, prepared: Float[Tensor, "*batch prepared"], tokens: Int[Tensor, "*batch seen"]
+    ) -> Float[Tensor, "*batch read"]:
+        """What the head for so many tokens reads."""
+        return torch.cat([prepared, self._embedded(tokens).to(prepared.dtype).flatten(-2)], -1)
+
+    def linear(self, head: int) -> nn.Linear:
+        """The linear map of a head, from what it reads to the hidden size."""
+        own = self.heads[head]
+        assert isinstance(own, HydraHead)
+        return own.linear

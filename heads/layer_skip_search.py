@@ -44,8 +44,18 @@ class LayerSkipSearch:
     search was interrupted.
     """
 
-    def __init__(self, config: LayerSkipDrafter, target: Target, encoded: EncodedSet, served: Sampling, seed: int):
+    def __init__(
+        self,
+        config: LayerSkipDrafter,
+        target: Target,
+        encoded: EncodedSet,
+        served: Sampling,
+        seed: int,
+        seconds: float = 8.0,
+    ):
+        """`encoded`: the training set, of which calibration texts are taken; `seconds` to measure costs for."""
         self.config, self.target, self.encoded, self.served, self.seed = config, target, encoded, served, seed
+        self.seconds = seconds
         self.skipper = BlockSkipper(target.model)
         self.drafter = LayerSkip(target, Skipped(), self._exit(), self.skipper)
         self.found: dict[str, Any] = {}  # for the checkpoint
@@ -61,7 +71,7 @@ class LayerSkipSearch:
     def prepare(self) -> None:
         """Measure what all trials need: costs, the target's predictions, every block's influence."""
         if self._ready is None:
-            self._ready = _measure(self.target, self.encoded, self.served, self.config, self.skipper, self.seed)
+            self._make_ready(None)
 
     def trial(self) -> dict[str, float]:
         """Weigh one set more; figures for the log, none if there is no other set."""
@@ -111,15 +121,21 @@ class LayerSkipSearch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after these trials, with the costs that they were weighed by."""
         if state["costs"] is not None:
-            self.prepare()
-            assert self._ready is not None
-            self._ready = self._ready._replace(costs=_Costs(**state["costs"]))
+            self._make_ready(_Costs(**state["costs"]))
         self.trials = [
             Trial(Skipped(tuple(attention), tuple(mlp)), Worth(*worth)) for attention, mlp, *worth in state["trials"]
         ]
         self.exhausted = False
         if self.best is not None:
             self.drafter.skip(self.best.skipped)
+
+    def _make_ready(self, costs: "_Costs | None") -> None:
+        if self._ready is not None:
+            self._ready = self._ready if costs is None else self._ready._replace(costs=costs)
+            return
+        calibration = Calibration(self.target, self.encoded, self.config.calibration_tokens, self.served, self.seed)
+        costs = costs or _costs(calibration, self.skipper, self.config.num_speculative_tokens, self.seconds)
+        self._ready = _Measured(calibration, costs, _influence(self.target, calibration))
 
     def _exit(self) -> AdaptiveExit | None:
         return None if self.config.draft_exit is None else AdaptiveExit(self.config.draft_exit)
@@ -193,22 +209,17 @@ class _Measured(NamedTuple):
     influence: dict[tuple[int, int], float]  # of (layer, 0: attention or 1: MLP)
 
 
-def _measure(
-    target: Target, encoded: EncodedSet, served: Sampling, config: LayerSkipDrafter, skipper: BlockSkipper, seed: int
-) -> _Measured:
-    calibration = Calibration(target, encoded, config.calibration_tokens, served, seed)
+def _costs(calibration: Calibration, skipper: BlockSkipper, most: int, seconds: float) -> _Costs:
     every = range(skipper.num_layers)
-    views = {"whole": target.model, "attention": skipper.view(every, []), "mlp": skipper.view([], every)}
-    seconds = time_passes(views, calibration.prompt)
-    verification = calibration.costs(config.num_speculative_tokens).verification
-    spared = {block: max(seconds["whole"] - seconds[block], 0.0) for block in ("attention", "mlp")}
-    costs = _Costs(
-        seconds["whole"],
-        spared["attention"] / skipper.num_layers,
-        spared["mlp"] / skipper.num_layers,
-        [verification[n] for n in sorted(verification)],
-    )
-    return _Measured(calibration, costs, _influence(target, calibration))
+    views = {
+        "whole": calibration.target.model,
+        "attention": skipper.view(every, []),
+        "mlp": skipper.view([], every),
+    }
+    times = time_passes(views, calibration.prompt, seconds / 2)
+    verification = calibration.costs(most, seconds / 2).verification
+    spared = {block: max(times["whole"] - times[block], 0.0) / skipper.num_layers for block in ("attention", "mlp")}
+    return _Costs(times["whole"], spared["attention"], spared["mlp"], [verification[n] for n in sorted(verification)])
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Head k at position p guesses token p + k + 2 of the same document, which the tar
 positions are among those that labels are predicted from, so the hidden states there are all that is needed of the target.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -21,7 +21,9 @@ from ..models.head import split
 from ..models.target import Target
 from .adapted import AdaptedTarget
 from .features import TargetFeatures
+from .hydra import HydraTrunk
 from .prefix import PrefixAttention
+from .ridge import RidgeFit
 from .trunk import DraftHeads
 
 Metrics = dict[str, tuple[Tensor | int | float, Tensor | int | float]]
@@ -110,6 +112,29 @@ class HeadsObjective(nn.Module):
             metrics |= self._measured(batch, original, prepared.detach())
         self._calls += self.training
         return LossSums(total, batch.supervised, metrics)
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[DistillBatch], max_labels: int = 32768) -> float:
+        """Solve for the linear maps of Hydra's heads, by ridge regression on the target's hidden states where the tokens are
+        predicted: what the target's projection reads there is what a head's projection should. Some thousand labels do.
+
+        Returns the share of the variance of the hidden states that head 0's map explains.
+        """
+        trunk = self.heads.trunk
+        assert isinstance(trunk, HydraTrunk)
+        fits = [RidgeFit(trunk.linear(head).in_features) for head in range(self.heads.num_heads)]
+        labels = 0
+        for batch in batches:
+            original, hidden = self._read(batch)
+            prepared = self.heads.prepare(hidden)
+            for head, (sources, ahead) in enumerate(self.pairs(batch)):
+                read = trunk.read(prepared[sources], self._seen(batch, sources, head))
+                fits[head].add(read, original[ahead])
+            labels += len(batch.labels)
+            if labels >= max_labels:
+                break
+        explained = [fit.into(trunk.linear(head)) for head, fit in enumerate(fits)]
+        return explained[0]
 
     def pairs(self, batch: DistillBatch) -> Iterator[tuple[Int[Tensor, "n"], Int[Tensor, "n"]]]:
         """For every head: labels whose predictor a hidden state is taken from, and the labels that are guessed from there."""

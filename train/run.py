@@ -1,6 +1,6 @@
 """`draftsmith train`: from a recipe to a drafter. Assembles target, data, drafter and objective, and runs the loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..decode.packed import fast_products, unpack, use_backend
+from ..distill.batch import DistillBatch
 from ..distill.head_fit import fit_head, has_own_head
 from ..distill.objective import DraftModelObjective
 from ..distill.trainee import StepSource
@@ -109,7 +110,7 @@ def _run_loop(
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
     if not engine.share(bool(checkpoint.list_checkpoints(folder))):
-        _fit_head(recipe, data, engine, built)
+        _fit(recipe, data, engine, built)
     engine.prepare(
         objective,
         betas=recipe.optimizer.betas,
@@ -124,18 +125,24 @@ def _run_loop(
     return outcome
 
 
-def _fit_head(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> None:
-    """Fit a cut draft model's own head before the first step: minutes of training for the price of seconds."""
+def _fit(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> None:
+    """Solve for what can be solved before the first step: minutes of training for the price of seconds."""
+    fit = built.fit or _head_fit(recipe, built)
+    if fit is None:
+        return
+    say("fitting the drafter to the target")
+    with fast_products(engine.device):
+        explained = fit(fitting_batches(recipe, data, engine, built))
+    say(f"the fit explains {explained:.0%} of the variance of the target's last hidden states")
+
+
+def _head_fit(recipe: Recipe, built: Trainable) -> Callable[[Iterable[DistillBatch]], float] | None:
+    """Of a cut draft model's own head."""
     init = recipe.drafter.init if isinstance(recipe.drafter, ModelDrafter) else None
     objective = built.objective
     if init is None or not init.fit_head or init.config is not None or not isinstance(objective, DraftModelObjective):
-        return
-    if not has_own_head(objective.lm):
-        return
-    say("fitting the drafter's head to the target's")
-    with fast_products(engine.device):
-        explained = fit_head(objective.lm, objective.teacher, fitting_batches(recipe, data, engine, built))
-    say(f"the fitted head explains {explained:.0%} of the variance of the target's last hidden states")
+        return None
+    return partial(fit_head, objective.lm, objective.teacher) if has_own_head(objective.lm) else None
 
 
 def _search(

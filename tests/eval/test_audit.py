@@ -48,7 +48,7 @@ def test_sampling_against_exact_cells_and_plain_samples(folders, drafter):
         f"{where}: {kind}" for where in ("prompt q0", "prompt q1", "all prompts together") for kind in kinds
     ]
     assert any("likely outcomes enumerated" in line for line in result.lines)
-    assert sum("detectable with 90 % power" in line for line in result.lines) == 3
+    assert sum("would be found with 90 % power" in line for line in result.lines) == 3
     assert any("150 samples after each of 2 prompts of " in line for line in result.lines)
 
 

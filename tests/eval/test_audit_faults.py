@@ -238,6 +238,22 @@ def test_chosen_drafts_with_one_hot_probabilities_pass(pair, sampling, explicit)
     assert "draft tokens a step" in result.lines[1]
 
 
+def test_a_weak_alarm_says_how_often_chance_gives_it(pair):
+    """A deviation at the edge of what so few samples can show."""
+    drafter = DrawnUntempered(pair[1])
+    results = [run(pair, drafter, Sampling(temperature=0.9), samples=300, significance=0.3, seed=s) for s in range(4)]
+    weak = [result for result in results if any("another seed will tell" in line for line in result.lines)]
+    assert weak
+    assert all(not result.passed for result in weak)
+
+
+def test_rounding_that_samples_could_show_is_stated(pair):
+    coarse = (copy.deepcopy(pair[0]).bfloat16(), pair[1])
+    result = run(coarse, pair[1], samples=50)
+    assert any("move the target's logits" in line and "bfloat16" in line for line in result.lines)
+    assert not any("move the target's logits" in line for line in run(pair, pair[1], samples=50).lines)
+
+
 def test_a_token_outside_the_support_fails_by_itself(pair):
     def unfiltered(*args, top_k=None, **settings):
         return speculative_generate(*args, **settings)

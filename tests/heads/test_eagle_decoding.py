@@ -11,7 +11,7 @@ from draftsmith.decode.packed import unpack, use_backend
 from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.sampling import Sampling
 from draftsmith.errors import BadInput
-from draftsmith.heads.eagle import eagle_in_training, feature_layers, make_eagle, measure_sizes, save_eagle
+from draftsmith.heads.eagle import eagle_in_training, feature_layers, make_eagle, save_eagle
 from draftsmith.heads.eagle_drafter import Eagle
 from draftsmith.heads.eagle_model import eagle_config
 from draftsmith.heads.load import load_drafter
@@ -26,16 +26,22 @@ SHAPES = {"chain": {}, "tree": {"tree": [3, 2, 1]}, "paths": {"tree": [[0], [1],
 def drafter_for(target, version, shape="chain", kept=None, seed=0):
     torch.manual_seed(seed)
     config = EagleDrafter(version=version)
-    text = torch.randint(target.vocab_size, (1, 30), generator=torch.Generator().manual_seed(1))
-    drafter = eagle_in_training(config, ObjectiveSection(), target, kept, [text], Sampling()).drafter
+    drafter = eagle_in_training(config, ObjectiveSection(), target, kept, Sampling()).drafter
     if shape == "dynamic":
         drafter.set_dynamic_tree(DynamicTree(num_nodes=7, width=3))
     return drafter
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        (family, shape)
+        for family in FAMILIES
+        for shape in SHAPES
+        if shape in ("chain", "tree") or family == "tiny_gemma3"
+    ],
+)
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_plain_greedy_output(family, version, shape, request, checks):
     """Alone and in a ragged batch, past sliding windows, with a prompt of one token, a cut vocabulary half of the time."""
     tied = family != "tiny_qwen2"
@@ -90,7 +96,8 @@ def test_its_cache_rolls_back_exactly(version, shape, copying):
     prompts = [row[:n] for row, n in zip(copying.rows(4, 12, seed=1).tolist(), (9, 1, 12, 6), strict=True)]
     drafter.texts, drafter.worst = [list(prompt) for prompt in prompts], 0.0
     drafter.states_of = lambda ids: dict(enumerate(target.model(ids, output_hidden_states=True).hidden_states))
-    for number, step in enumerate(steps_of(target, drafter, prompts, [3, 0, 2, 0, 0, 3, 1], SHAPES[shape])):
+    lengths = 3 if SHAPES[shape] else Lengths([3, 0, 2, 0, 0, 3, 1])  # a static tree has a depth of its own
+    for number, step in enumerate(steps_of(target, drafter, prompts, lengths, SHAPES[shape])):
         assert number < 60
         for entries, text, tokens in zip(drafter.cached.host_lengths, drafter.texts, step.tokens, strict=True):
             assert entries + len(tokens) + 1 >= len(text)
@@ -121,7 +128,7 @@ def steps_of(target, drafter, prompts, lengths, options):
         pad_rows(prompts, target),
         sampling=Sampling(),
         max_new_tokens=18,
-        num_speculative_tokens=Lengths(lengths),
+        num_speculative_tokens=lengths,
         eos_token_id=[],
         **options,
     )
@@ -284,22 +291,7 @@ def test_layers_of_features_exist_and_are_the_published_ones(layers):
     assert layers != 32 or chosen == (2, 16, 29)
     assert feature_layers(EagleDrafter(version=1), layers) == (layers,)
     with pytest.raises(BadInput, match="40"):
-        feature_layers(EagleDrafter(layers=[1, 2, 40]), layers)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_what_fc_reads_is_brought_to_one_size(version, tiny_llama):
-    target = as_target(tiny_llama(layers=3))
-    model = make_eagle(EagleDrafter(version=version), target, None)
-    texts = [torch.randint(64, (1, 20), generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    layers = feature_layers(EagleDrafter(version=version), 3)
-    measure_sizes(model, target, layers, texts)
-    states = [target.model(text, output_hidden_states=True).hidden_states for text in texts]
-    parts = [torch.cat([one[layer][0] for one in states]) for layer in layers]
-    if version == 1:
-        parts.insert(0, torch.cat([target.model.get_input_embeddings()(text)[0] for text in texts]))
-    read = torch.cat(parts, -1) * model.scale
-    torch.testing.assert_close(read.square().mean(0), torch.ones(read.shape[1]), rtol=1e-4, atol=1e-4)
+        feature_layers(EagleDrafter(layers=[0, 1, 40]), layers)
 
 
 @pytest.mark.parametrize(
