@@ -14,6 +14,7 @@ as strings or as messages; ``prompt`` alone is a prompt; ``text`` is plain text.
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import islice
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple
 from ..errors import BadInput, nearest
 from .turns import as_messages
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 COLUMNS = ("messages", "conversations", "turns", "prompt", "completion", "response", "text")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -68,8 +70,8 @@ def read_examples(
     """The examples of one source, or of several in order; the first `limit` of them.
 
     `split` is for data set ids and folders. Rows of empty text are skipped. Raises BadInput, naming file and line, for
-    malformed JSON, columns of no known kind and (with `require_answers`) a chat without an assistant turn; and for a
-    missing file and a source without examples.
+    malformed JSON, columns of no known kind and (with `require_answers`) a chat without an assistant turn, wherever in a
+    text file that is begun; and for a missing file and a source without examples.
     """
     examples: list[Example] = []
     for one in [source] if isinstance(source, str | Path) else source:
@@ -77,7 +79,9 @@ def read_examples(
         if limit is not None and before >= limit:
             break
         found = _read(str(one), split, require_answers)
-        examples += found if limit is None else islice(found, limit - before)
+        examples += islice(found, None if limit is None else limit - before)
+        if Path(one).suffix.lower() in TEXT_SUFFIXES:  # a file is sound or not, however little of it is used
+            deque(found, maxlen=0)
         if len(examples) == before:
             raise BadInput(f"{one}: no examples in it")
     if not examples:

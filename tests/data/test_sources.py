@@ -95,6 +95,16 @@ def test_bad_rows_name_file_and_line(tmp_path, rows, reason):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_file_is_checked_to_its_end_whatever_the_limit(tmp_path, name):
+    """What is wrong with it is not to show only when more of it is asked for."""
+    path = write(tmp_path / name, {"prompt": "a"}, {"prompt": "b"}, '{"prompt": ')
+    with pytest.raises(BadInput, match=f"{name} line 3: not valid JSON"):
+        read_examples(path, limit=1)
+    sound = write(tmp_path / f"sound.{name}", {"prompt": "a"}, {"prompt": "b"})
+    assert [example.turns for example in read_examples(sound, limit=1)] == [["a"]]
+
+
 def test_bytes_that_are_no_text_name_the_line(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
