@@ -55,14 +55,17 @@ def run_search(
                         break
                     trials += 1
                     _write(file, {"trials": trials, "search": search.state_dict()})
-                    log.write("train", trials, figures)
+                    log.write("trial", trials, figures)
                     bar.advance(1, **figures)  # pyright: ignore[reportArgumentType]
         if request.signal is not None:
             say(f"stopped after {trials} trials, saved {file}; to go on: {resume_command}")
             return Outcome(trials, False, int(request.signal), file)
         found = search.finish()
         if found:
-            say("the search chose: " + ", ".join(f"{key} {value}" for key, value in found.items()))
+            figures = {key: value for key, value in found.items() if isinstance(value, int | float)}
+            say(
+                "the search chose: " + ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in figures.items())
+            )
         if evaluate is not None:
             log.write("evaluation", trials, evaluate(trials))
     return Outcome(trials, True, None, file)
