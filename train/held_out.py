@@ -48,11 +48,9 @@ class HeldOut:
         perplexity on its earlier answers, as it is now and as it was.
         """
         adapted: AdaptedTarget | None = getattr(drafter, "adapted", None)
+        batches = self.read(drafter)
         with fast_products(self.target.device):
-            if self._batches is None or adapted is not None:
-                layers = wants(drafter).get("hidden_states", ())
-                self._batches = list(forced_batches(self.target, self.answers, layers))
-            scores = score(self.target, drafter, self._batches, len(self.answers), self.sampling)
+            scores = score(self.target, drafter, batches, len(self.answers), self.sampling)
             perplexities = {} if adapted is None else self._perplexities(adapted)
         positions = sum(len(one.alpha) for one in scores)
         return {
@@ -60,6 +58,14 @@ class HeldOut:
             "greedy_agreement": float(sum(one.agreement.sum() for one in scores)) / positions,
             **perplexities,
         }
+
+    def read(self, drafter: Any) -> list[ForcedBatch]:
+        """The target's states over the answers: read once, but anew each time for a drafter that changes the target."""
+        if self._batches is None or getattr(drafter, "adapted", None) is not None:
+            with fast_products(self.target.device):
+                layers = wants(drafter).get("hidden_states", ())
+                self._batches = list(forced_batches(self.target, self.answers, layers))
+        return self._batches
 
     def _perplexities(self, adapted: AdaptedTarget) -> dict[str, float]:
         if self._perplexity_before is None:

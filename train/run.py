@@ -105,7 +105,7 @@ def _run_loop(
     steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
-    fix = partial(_budget, recipe, folder, data, steps, evaluate, objective)
+    fix = partial(_budget, recipe, folder, data, steps, built, held_out)
     budget = engine.share(_on_main(engine, fix))
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
@@ -194,9 +194,11 @@ def _budget(
     folder: Path,
     data: TrainingData,
     steps: StepSource,
-    evaluate: Callable[[int], dict[str, Any]] | None,
-    objective: nn.Module,
+    built: Trainable,
+    held_out: HeldOut | None,
 ) -> Budget:
+    objective = built.objective
+
     def seconds_a_step() -> float:
         say("measuring how long a step and an evaluation take")
         state = steps.state_dict()
@@ -212,9 +214,9 @@ def _budget(
         return 1.1 * timed(passes, repeats=3)
 
     def seconds_an_evaluation() -> float:
-        assert evaluate is not None
-        evaluate(0)  # the first one also runs the target over the answers
-        return timed(partial(evaluate, 0))
+        assert held_out is not None
+        held_out.read(built.drafter)  # where once is enough it is no part of what every evaluation costs
+        return timed(partial(_evaluation(built, held_out), 0))
 
     return fix_budget(
         recipe.engine,
