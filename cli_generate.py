@@ -34,7 +34,7 @@ def stream(options: GenerateOptions) -> None:
     drafter = None if options.drafter is None else load_drafter(options.drafter, target)
     backend = use_backend(target.model, cast(Backend, options.backend))
     if (module := getattr(drafter, "module", None)) is not None:
-        use_backend(module, cast(Backend, backend))
+        use_backend(module, backend)
     steps = stream_generate(
         target,
         drafter,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from . import checks
-from .eval.options import parse_rule_options, parse_tree
+from .eval.options import parse_lengths, parse_rule_options, parse_tree
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="Hub id, folder, .gguf file, or smollm2-135m-instruct.")]
 Drafter = Annotated[
@@ -14,7 +14,10 @@ Drafter = Annotated[
 Prompts = Annotated[str, typer.Option(metavar="NAME|FILE.jsonl", help="'shipped', a file, or a datasets id.")]
 Limit = Annotated[int | None, typer.Option(help="At most this many prompts.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to emit at most, per prompt.")]
-NumSpeculativeTokens = Annotated[int, typer.Option(help="Draft tokens a step.")]
+NumSpeculativeTokens = Annotated[
+    str,
+    typer.Option(metavar="N|NAME", help="Draft tokens a step; heuristic, confidence or auto decide them step by step."),
+]
 Rule = Annotated[str, typer.Option(help="Verification rule.")]
 RuleOptions = Annotated[
     list[str] | None, typer.Option("--rule-option", metavar="NAME=VALUE", help="An option of the rule; repeatable.")
@@ -44,5 +47,9 @@ def decoding_options(given: dict[str, Any], options: type) -> dict[str, Any]:
     for name, what in (("target", "TARGET"), ("drafter", "DRAFTER"), ("prompts", "--prompts")):
         if isinstance(given.get(name), str):
             checks.check_exists(given[name], what)
-    given = given | {"tree": parse_tree(given["tree"]), "rule_options": parse_rule_options(given["rule_option"] or [])}
+    given = given | {
+        "num_speculative_tokens": parse_lengths(given["num_speculative_tokens"]),
+        "tree": parse_tree(given["tree"]),
+        "rule_options": parse_rule_options(given["rule_option"] or []),
+    }
     return {name: given[name] for name in options.__dataclass_fields__ if name in given}

@@ -25,7 +25,7 @@ from _steps import count_reads, median_rows, time_steps
 from draftsmith.data.sources import shipped_evaluation
 from draftsmith.decode.costs import measure_costs
 from draftsmith.decode.draft_model import DraftModel
-from draftsmith.decode.lengths import POLICIES
+from draftsmith.decode.length_names import POLICIES
 from draftsmith.decode.loop import SpeculativeOutput, speculative_generate
 from draftsmith.decode.packed import use_backend
 from draftsmith.decode.prompts import pad_rows

@@ -16,19 +16,14 @@ from .confidence import Confidence, set_confidence
 from .costs import StepCosts, measure_costs
 from .draft import Drafter
 from .draft_model import DraftModel
+from .length_names import MOST, parse_policy
 from .lookahead import Lookahead
-from .named import Options, check_share, check_whole, parse_named
+from .named import check_share, check_whole
 from .prompts import Prompts
 from .rules import rule_options
 from .tree import TreeLayout
 
 WHAT = "num_speculative_tokens"
-# Names and the options they take.
-POLICIES: dict[str, Options] = {
-    "heuristic": {"first": int, "most": int},
-    "confidence": {"threshold": float, "most": int},
-    "auto": {"most": int, "acceptance": float, "memory": int},
-}
 
 
 @runtime_checkable
@@ -74,7 +69,7 @@ class ConfidenceLength(FixedLength):
     keeps verification passes narrow.
     """
 
-    def __init__(self, threshold: float = 0.4, most: int = 8):
+    def __init__(self, threshold: float = 0.4, most: int = MOST["confidence"]):
         super().__init__(most)
         check_share(WHAT, threshold=threshold)
         self.confidence = Confidence(threshold)
@@ -86,7 +81,7 @@ class HeuristicLength:
     The schedule ``heuristic`` of transformers' assisted generation, with a limit.
     """
 
-    def __init__(self, first: int = 4, most: int = 16):
+    def __init__(self, first: int = 4, most: int = MOST["heuristic"]):
         check_whole(WHAT, first=first, most=most)
         self.first, self.most = first, most
         self.current: list[int] = []
@@ -220,7 +215,7 @@ def as_length_policy(
         if isinstance(lengths, LengthPolicy):
             return lengths
         raise BadInput(f"{WHAT}: {type(lengths).__name__} is neither a number nor a length policy")
-    name, options = parse_named(lengths, POLICIES, WHAT, more="a number or ")
+    name, options = parse_policy(lengths, WHAT)
     if name == "heuristic":
         return HeuristicLength(**options)
     if name == "confidence":
@@ -247,12 +242,11 @@ def stop_by(policy: LengthPolicy, rule: str, options: Mapping[str, Any]) -> tupl
 _measured: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int, int], StepCosts]]] = WeakKeyDictionary()
 
 
-def _auto(target: Target, drafter: Drafter, prompts: Prompts, most: int = 8, **options: Any) -> AutoLength:
+def _auto(target: Target, drafter: Drafter, prompts: Prompts, most: int = MOST["auto"], **options: Any) -> AutoLength:
     if isinstance(drafter, Lookahead):
         raise BadInput(
             f"{WHAT}: 'auto' weighs chains, and lookahead drafts trees of as many nodes as it has candidates"
         )
-    check_whole(WHAT, most=most)
     key = len(prompts.lengths), most
     known = _measured.setdefault(target.model, WeakKeyDictionary()).setdefault(identity(drafter), {})
     if key not in known:

@@ -8,6 +8,7 @@ and its drift is reported instead.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..decode.length_names import longest
 from ..decode.loop import speculative_generate
 from ..decode.packed import use_backend
 from ..decode.prompts import pad_rows
@@ -93,7 +94,7 @@ def _loaded(options: AuditOptions) -> tuple[Target, Any, str]:
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
     module = getattr(drafter, "module", None)
     if module is not None:
-        use_backend(module, backend)  # type: ignore[arg-type]
+        use_backend(module, backend)
     return target, drafter, backend
 
 
@@ -106,7 +107,7 @@ def _chosen_tree(
     seeds = [mix(options.seed, i) for i in range(len(some))]
     said = plain.plain(some, _TREE_TOKENS, seeds, "plain answers to choose a tree by").tokens
     answers = [Answer(prompt, tokens) for prompt, tokens in zip(some, said, strict=True)]
-    layout, words = choose_tree(target, drafter, answers, sampling, options.num_speculative_tokens)
+    layout, words = choose_tree(target, drafter, answers, sampling, longest(options.num_speculative_tokens))
     return layout.paths, f", tree of {words}"
 
 
@@ -119,7 +120,7 @@ def audit_drafter(
     rule: str = "lossless",
     rule_options: Mapping[str, Any] | None = None,
     tree: Any = None,
-    num_speculative_tokens: int = 4,
+    num_speculative_tokens: int | str = 4,
     batch_size: int = 1,
     max_new_tokens: int = 64,
     samples: int = 2000,
@@ -170,7 +171,7 @@ def audit_drafter(
         head = f"greedy decoding: {len(rows)} prompts, {batch_size} side by side"
         good = "PASSED: the output is the target's"
     else:
-        depth = num_speculative_tokens if tree is None else as_layout(tree).depth
+        depth = longest(num_speculative_tokens) if tree is None else as_layout(tree).depth
         _check_room(target, rows, names, joint_tokens)
         found = audit_sampled(
             engine,

@@ -26,6 +26,9 @@ def check_transformers_can(options: AuditOptions) -> None:
         raise BadInput(f"--rule {options.rule}: transformers has its own rule only, use lossless")
     if options.tree is not None:
         raise BadInput("--tree: transformers drafts chains only")
+    lengths = options.num_speculative_tokens
+    if not isinstance(lengths, int):
+        raise BadInput(f"--num-speculative-tokens: got {lengths!r}, transformers is audited with a number")
 
 
 def transformers_generate(drafter: Any) -> Callable[..., SpeculativeOutput]:

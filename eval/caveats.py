@@ -9,8 +9,8 @@ from .wording import FEW_PROMPTS, LOSSLESS_RULES, Report, Run, find, interval, i
 def caveats(report: Report) -> list[str]:
     """One sentence a caveat, in order of weight; empty when there is nothing to say."""
     run = find(report, "drafter") or ordered(report)[0]
-    found = [*_output(run, report), *_time(run, report), *_self_check(run, report), *_model(run), *_reach(report, run)]
-    return [*found, *_provenance(report)]
+    found = [*_output(run, report), *_time(run, report), *_self_check(run, report), *_model(run, report)]
+    return [*found, *_reach(report, run), *_provenance(report)]
 
 
 def _output(run: Run, report: Report) -> Iterator[str]:
@@ -60,9 +60,12 @@ def _self_check(run: Run, report: Report) -> Iterator[str]:
         )
 
 
-def _model(run: Run) -> Iterator[str]:
+def _model(run: Run, report: Report) -> Iterator[str]:
     measured, expected, n = run["speedup"], run["expected_speedup"], run["num_speculative_tokens"]
-    if run["block_efficiency"] is not None and expected is None:
+    asked = report["settings"].get("num_speculative_tokens")
+    if run["block_efficiency"] is not None and n is None and isinstance(asked, str):
+        yield f"“{asked}” decided the number of draft tokens step by step: the cost model knows fixed numbers only."
+    elif run["block_efficiency"] is not None and expected is None:
         yield "The costs of drafting and of verification were not measured (far enough) to say what to expect."
     if measured is not None and expected is not None and measured < 0.9 * expected:
         yield (

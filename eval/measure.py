@@ -3,13 +3,15 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from ..decode.confidence import set_confidence
 from ..decode.costs import measure_costs
 from ..decode.loop import SpeculativeOutput, plain_generate, speculative_generate
 from ..decode.prompts import Prompts, pad_rows
 from ..decode.sampling import Sampling
-from ..decode.stats import RowStats
+from ..decode.stats import RowStats, add_up
 from ..decode.streams import mix
 from ..models.target import Target
 from ..progress import stage
@@ -47,7 +49,8 @@ def decode_in_turns(
     plain: list[list[int]] = [[] for _ in prompts]
     for contestant in contestants:
         contestant.clear(len(prompts))
-    _warm_up(options, target, prompts[0], contestants)
+    full, rest = divmod(len(prompts), options.batch_size)
+    _warm_up(options, target, prompts[0], contestants, [options.batch_size] * (full > 0) + [rest] * (rest > 0))
     title = "decoding, plain and speculative in turns" if contestants else "the target's answers"
     with stage(title, total=len(prompts), unit="prompts") as progress:
         for number, first in enumerate(range(0, len(prompts), options.batch_size)):
@@ -61,7 +64,19 @@ def decode_in_turns(
                 for row in rows:
                     _compare(options, contestant, row, plain[row])
             progress.advance(len(rows))
+    for contestant in contestants:
+        if contestant.record.num_speculative_tokens is None:
+            contestant.record.passes_per_step = _mean_passes(contestant)
     return plain
+
+
+def _mean_passes(contestant: Contestant) -> float:
+    """The drafter's passes in a step, over steps of different lengths. ``drafted_at[i]`` counts those beyond i tokens."""
+    passes = getattr(contestant.drafter, "num_passes", None) or (lambda num_tokens: num_tokens)
+    records = contestant.record.prompts
+    beyond = add_up([record.drafted_at or [] for record in records])
+    total = sum((more - less) * passes(i + 1) for i, (more, less) in enumerate(pairwise([*beyond, 0])))
+    return total / max(1, sum(record.target_calls or 0 for record in records))
 
 
 def _take_turn(
@@ -143,10 +158,14 @@ def _compare(options: EvalOptions, contestant: Contestant, row: int, plain: list
         record.first_mismatch = next((i for i, (a, b) in pairs if a != b), min(len(answer), len(plain)))
 
 
-def _warm_up(options: EvalOptions, target: Target, prompt: list[int], contestants: Sequence[Contestant]) -> None:
-    group = pad_rows([prompt] * options.batch_size, target)
-    for taker in (None, *contestants):
-        _decode(options, target, taker, group, _WARM_UP_TOKENS, [0] * options.batch_size)
+def _warm_up(
+    options: EvalOptions, target: Target, prompt: list[int], contestants: Sequence[Contestant], sizes: Sequence[int]
+) -> None:
+    """Whatever is done once for a pair and a batch size, such as the measuring of ``auto``, is done off the clock."""
+    for size in sizes:
+        group = pad_rows([prompt] * size, target)
+        for taker in (None, *contestants):
+            _decode(options, target, taker, group, _WARM_UP_TOKENS, [0] * size)
 
 
 def teacher_force(options: EvalOptions, target: Target, contestant: Contestant, answers: Sequence[Answer]) -> None:
@@ -184,11 +203,13 @@ def time_steps(
     typical = sorted(prompts, key=len)[len(prompts) // 2]
     with stage("measuring step costs", total=len(contestants), unit="drafters") as progress:
         for contestant in contestants:
+            set_confidence(contestant.drafter, None)  # a step is to be timed, not how soon drafting stops
+            longest = max(len(prompt.drafted_at or []) for prompt in contestant.record.prompts)
             costs = measure_costs(
                 target,
                 contestant.drafter,
                 typical,
-                contestant.record.num_speculative_tokens or options.num_speculative_tokens,
+                contestant.record.num_speculative_tokens or max(1, longest),
                 options.batch_size,
                 seconds=min(6.0, sum(prompt.seconds or 0.0 for prompt in contestant.record.prompts)),
                 num_nodes=contestant.record.tree_nodes,

@@ -7,12 +7,14 @@ from typing import Any
 
 import yaml
 
+from ..decode.length_names import parse_policy
 from ..errors import BadInput, nearest
 
 Tree = list[int] | list[list[int]] | str
 RULES = ("lossless", "block", "multi", "typical", "lenient", "tolerant", "fallback_rollback")
 BACKENDS = ("auto", "plain", "packed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LENGTHS = "--num-speculative-tokens"
 ENGINES = ("draftsmith", "transformers")
 
 
@@ -25,7 +27,7 @@ class DecodingOptions:
     """
 
     target: str  # hub id, folder, .gguf, or the demo target's name
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int | str = 4  # draft tokens a step, or the name of what decides them ("confidence")
     rule: str = "lossless"
     rule_options: dict[str, Any] = field(default_factory=dict)
     tree: Tree | None = None  # widths per depth, root-to-node paths, "auto"; None: a chain
@@ -45,7 +47,13 @@ class DecodingOptions:
         _among("--rule", self.rule, RULES)
         _among("--backend", self.backend, BACKENDS)
         _among("--dtype", self.dtype, DTYPES)
-        counts = ("num_speculative_tokens", "max_new_tokens", "top_k", "batch_size", "limit", "samples", "joint_tokens")
+        if isinstance(self.num_speculative_tokens, int):
+            _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        else:
+            parse_policy(self.num_speculative_tokens, LENGTHS)
+            if self.tree is not None:
+                raise BadInput(f"{LENGTHS}: a tree has a depth of its own, expected a number beside --tree")
+        counts = ("max_new_tokens", "top_k", "batch_size", "limit", "samples", "joint_tokens")
         for name in counts:
             _at_least(name, getattr(self, name, None), 1)
         for name in ("temperature", "min_p", "seed"):
@@ -115,6 +123,11 @@ def _among(option: str, value: str, known: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int | float | None, least: int) -> None:
     if value is not None and not least <= value < float("inf"):
         raise BadInput(f"--{name.replace('_', '-')}: got {value}, expected a number >= {least}")
+
+
+def parse_lengths(text: str) -> int | str:
+    """Draft tokens a step from the command line: a number, or a name with options, which are not looked at here."""
+    return int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII) else text
 
 
 def parse_tree(text: str | None) -> Tree | None:

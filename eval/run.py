@@ -9,6 +9,7 @@ from typing import Any
 
 from ..data.chats import encode_prompt
 from ..data.sources import Example, read_examples, shipped_evaluation
+from ..decode.length_names import longest
 from ..decode.packed import Backend, use_backend
 from ..decode.tree import as_layout
 from ..errors import BadInput
@@ -78,7 +79,7 @@ def _with_chosen_tree(
     calibration = dataclasses.replace(options, seed=options.seed + 1, max_new_tokens=min(32, options.max_new_tokens))
     some = prompts[:: max(1, len(prompts) // 12)]
     answers = [Answer(p, a) for p, a in zip(some, decode_in_turns(calibration, target, some, []), strict=True)]
-    depth = options.num_speculative_tokens
+    depth = longest(options.num_speculative_tokens)
     layout, words = choose_tree(target, contestant.drafter, answers, served_sampling(options), depth)
     say(f"tree: {words}")
     contestant.record.tree_nodes = len(layout.parents)
@@ -121,7 +122,8 @@ def _contestant(
         use_backend(module, backend)
     num_passes = getattr(drafter, "num_passes", None)
     layout = as_layout(options.tree) if isinstance(options.tree, list) else None
-    depth = options.num_speculative_tokens if layout is None else layout.depth
+    fixed = options.num_speculative_tokens if layout is None else layout.depth
+    depth = fixed if isinstance(fixed, int) else None
     record = RunRecord(
         name,
         [PromptRecord(example.id, example.category or "all") for example in examples],
@@ -129,7 +131,7 @@ def _contestant(
         num_speculative_tokens=depth,
         tree_nodes=None if layout is None else len(layout.parents),
         sequential=num_passes is None or num_passes(2) > num_passes(1),
-        passes_per_step=None if num_passes is None else num_passes(depth),
+        passes_per_step=None if num_passes is None or depth is None else num_passes(depth),
         drafter_parameters_read=getattr(drafter, "num_parameters_read", None),
         target_parameters_read=parameters_read(target),
     )
@@ -138,7 +140,7 @@ def _contestant(
 
 def parameters_read(target: Target) -> int:
     """Parameters a target pass reads: all, but of an untied embedding table only a row."""
-    model = target.model
+    model: Any = target.model
     total = sum(parameter.numel() for parameter in model.parameters())
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return total if table is head else total - table.numel()

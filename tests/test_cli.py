@@ -103,6 +103,14 @@ BAD_COMMAND_LINES = {
     "eval t d --dtype fp32": "--dtype: got 'fp32', expected one of auto, float32",
     "eval t d --limit 0": "--limit: got 0, expected a number >= 1",
     "eval t d --num-speculative-tokens 0": "--num-speculative-tokens: got 0, expected a number >= 1",
+    "eval t d --num-speculative-tokens heuristics": "--num-speculative-tokens: unknown 'heuristics' "
+    "(did you mean 'heuristic'?), expected a number or one of heuristic, confidence, auto",
+    "eval t d --num-speculative-tokens 2.5": "unknown '2.5', expected a number or one of heuristic, confidence, auto",
+    "audit t d --num-speculative-tokens confidence:treshold=1": "'confidence' has no option 'treshold=1' "
+    "(did you mean 'threshold'?)",
+    "audit t d --num-speculative-tokens confidence:threshold=2": "threshold is 2.0, expected a number from 0 to 1",
+    "generate t --prompt hi --num-speculative-tokens auto:most=0": "most is 0, expected a whole number of at least 1",
+    "generate t --prompt hi --num-speculative-tokens auto --tree 2,1": "--num-speculative-tokens: a tree has a depth",
     "eval t d --temperature -1": "--temperature: got -1.0, expected a number >= 0",
     "eval t d --temperature nan": "--temperature: got nan, expected a number >= 0",
     "eval t d --temperature warm": "Invalid value for '--temperature'",
@@ -226,6 +234,18 @@ def test_eval_hands_over_every_option(run, below):
         "batch_size": 2, "backend": "plain", "seed": 9, "speed": False, "out": "out", "dtype": "float32",
         "device": "cpu", "trust_remote_code": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["heuristic", "confidence:threshold=0.3,most=6", "auto"])
+def test_draft_tokens_a_step_are_a_number_or_decided_by_name(run, below, given):
+    calls = [below(module, verb) for module, verb in (("eval.run", "evaluate"), ("cli_generate", "stream"))]
+    calls.append(below("eval.audit", "audit", SimpleNamespace(passed=True, lines=[])))
+    for words in (("eval", "t", "d"), ("generate", "t", "--prompt", "hi"), ("audit", "t", "d")):
+        assert run(*words, "--num-speculative-tokens", given)[0] == 0
+        assert run(*words, "--num-speculative-tokens", "3")[0] == 0
+        assert run(*words)[0] == 0
+    for of_a_verb in calls:
+        assert [call.args[0].num_speculative_tokens for call in of_a_verb] == [given, 3, 4]
 
 
 @pytest.mark.parametrize(

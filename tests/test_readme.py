@@ -1,5 +1,6 @@
 """What the README shows must work: its drafter, its commands, its make targets, and every key of a recipe."""
 
+import inspect
 import re
 from pathlib import Path
 from types import UnionType
@@ -12,6 +13,8 @@ import yaml
 from pydantic import BaseModel
 
 from draftsmith.cli import app
+from draftsmith.decode.length_names import MOST, POLICIES
+from draftsmith.decode.lengths import AutoLength, ConfidenceLength, HeuristicLength
 from draftsmith.recipe import Recipe
 from draftsmith.recipe_io import load_recipe, shipped_recipes
 
@@ -88,6 +91,19 @@ def test_every_key_of_a_recipe_is_explained() -> None:
     explained = set(re.findall(r"`([a-z_]+)[`:]|\b([a-z_]+):", README[README.index("### A recipe") :]))
     names = {name for pair in explained for name in pair}
     assert section_keys(Recipe) - names == set()
+
+
+def test_the_names_that_decide_draft_tokens_are_explained_with_their_options() -> None:
+    made: dict[str, Any] = {"heuristic": HeuristicLength, "confidence": ConfidenceLength, "auto": AutoLength}
+    assert set(made) == set(POLICIES)
+    for name, options in POLICIES.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*\| (.*) \|$", README, flags=re.MULTILINE)
+        shown = dict(re.findall(r"`(\w+)=([\d.]+)`", row))
+        defaults = {key: value.default for key, value in inspect.signature(made[name]).parameters.items()}
+        assert set(shown) == set(options)
+        assert {key: options[key](value) for key, value in shown.items()} == {
+            key: defaults[key] or MOST[name] for key in options
+        }
 
 
 def test_the_recipe_shown_is_a_valid_one() -> None:

@@ -52,6 +52,15 @@ def test_sampling_against_exact_cells_and_plain_samples(folders, drafter):
     assert any("150 samples after each of 2 prompts of " in line for line in result.lines)
 
 
+@pytest.mark.parametrize("lengths", ["heuristic:first=1,most=3", "confidence:threshold=0.1,most=3", "auto:most=2"])
+def test_draft_tokens_decided_step_by_step(folders, lengths):
+    """Sampled answers are long enough for the longest step to begin among the tokens compared."""
+    assert audit(options(folders, num_speculative_tokens=lengths, max_new_tokens=12, batch_size=3)).passed
+    settings = {"temperature": 0.8, "samples": 100, "limit": 1, "significance": 1e-3}
+    result = audit(options(folders, num_speculative_tokens=lengths, **settings))
+    assert result.passed, result.lines
+
+
 def test_auto_takes_the_tree_that_eval_would_choose(folders, monkeypatch):
     def choose(target, drafter, answers, sampling, depth):
         assert all(len(answer.tokens) == 32 or answer.tokens[-1] in target.eos_token_ids for answer in answers)
@@ -80,5 +89,7 @@ def test_lossy_rules_exit_with_their_drift(folders):
 def test_bad_input_is_one_line(folders):
     with pytest.raises(BadInput, match="transformers drafts chains only"):
         audit(options(folders, engine="transformers", tree=[2]))
+    with pytest.raises(BadInput, match="got 'confidence', transformers is audited with a number"):
+        audit(options(folders, engine="transformers", num_speculative_tokens="confidence"))
     with pytest.raises(BadInput, match="defined on a chain"):
         audit(options(folders, rule="block", tree=[2], temperature=1.0, samples=4))
