@@ -1,9 +1,12 @@
 """The command line from a recipe to an exported drafter, each verb as a process of its own; and what bad input gets."""
 
+import faulthandler
+import importlib
 import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +31,8 @@ class Done(NamedTuple):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a command line in a forked process (imports are paid for once): exit status, stdout, stderr."""
+    for name in ("eval.run", "export", "train.run", "decode.stream"):  # what the verbs import last
+        importlib.import_module(f"draftsmith.{name}")
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -37,6 +42,7 @@ def run(tmp_path, monkeypatch):
         child = os.fork()
         if child == 0:
             status = 99
+            faulthandler.dump_traceback_later(600, exit=True)  # a fork that hangs is a failure that says where
             try:
                 sys.stdout, sys.stderr = out.open("w"), err.open("w")
                 os.dup2(sys.stdout.fileno(), 1)
@@ -45,6 +51,8 @@ def run(tmp_path, monkeypatch):
                 cli.main()
             except SystemExit as left:
                 status = left.code if isinstance(left.code, int) else 98
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -91,7 +99,7 @@ def workplace(chat_folder, tmp_path_factory):
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     (folder / "log.txt").write_text(done.stdout)

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "gpu_check.py"
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_without_cuda_it_says_so_in_one_line() -> None:

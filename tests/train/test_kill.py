@@ -56,7 +56,7 @@ def test_killed_runs_resume_to_the_losses_of_an_unkilled_one(toy, tmp_path, loss
     run = tmp_path / "run"
     command = [sys.executable, "-c", SCRIPT, str(FOLDER), str(run), *moments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     after = [line for line in done.stdout.splitlines() if line.startswith("after")]
     assert after == [f"after {-signal.SIGKILL} {found}" for found in moments.values()], done.stderr
     outcome, _ = toy.run(run, dropout=0.2, keep_checkpoints=1, resume=True)
