@@ -116,7 +116,8 @@ def environment() -> dict[str, Any]:
     facts = host()
     gpus = f", {', '.join(facts['gpus'])}" if facts["gpus"] else ""
     machine = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, {facts['memory_gib']} GiB{gpus}"
-    return {"machine": f"{machine}; {facts['system']}", "versions": versions(), "command": shlex.join(["draftsmith", *sys.argv[1:]])}
+    command = shlex.join(["draftsmith", *sys.argv[1:]])
+    return {"machine": f"{machine}; {facts['system']}", "versions": versions(), "command": command}
 
 
 def commit() -> str | None:

@@ -172,7 +172,7 @@ class LookaheadTokensDrafter(Section):
 
     kind: Literal["lookahead_tokens"] = "lookahead_tokens"
     num_tokens: int = Field(default=3, ge=1)  # look-ahead embeddings: draft tokens a step
-    anchors: float = Field(default=0.25, gt=0, le=1)  # share of the labels that look-ahead embeddings follow in training
+    anchors: float = Field(default=0.25, gt=0, le=1)  # share of the labels that embeddings follow in training
     token_decay: float = Field(default=0.8, gt=0, le=1)  # the loss of embedding k weighs this to the power of k
 
 

@@ -115,7 +115,7 @@ class RaggedCache(Cache):
     def move(self, source: Int[Tensor, "batch n"], destination: Int[Tensor, "batch n"]) -> None:
         """Copy columns within their rows, in every layer."""
         for layer in self.layers:
-            if layer.is_initialized:
+            if layer.is_initialized:  # type: ignore[union-attr]
                 layer.move(source, destination)  # type: ignore[union-attr]
 
     def select_rows(self, rows: Int[Tensor, "kept"]) -> None:

@@ -5,7 +5,7 @@ nothing is inherited: any object with these methods is a drafter.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -155,4 +155,4 @@ def share_cache(drafter: Any, lm: Any) -> bool:
 def num_companions(drafter: Any, num_tokens: int) -> int:
     """Tokens that `drafter` has fed beside a draft of `num_tokens`."""
     number: Any = getattr(drafter, "num_companions", 0)
-    return number(num_tokens) if callable(number) else number
+    return cast(int, number(num_tokens) if callable(number) else number)

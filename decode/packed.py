@@ -7,7 +7,7 @@ module is the only one that knows them, and everything falls back to the plain m
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ def packing_supported() -> bool:
     )
 
 
-def use_backend(model: nn.Module, backend: Backend) -> str:
+def use_backend(model: nn.Module, backend: Backend) -> Backend:
     """Switch the linear layers of `model` and return the backend now in use, ``"plain"`` or ``"packed"``.
 
     Parameters, ``state_dict`` and gradients are untouched: a packed layer falls back to its own weight where gradients are
@@ -61,21 +61,20 @@ def is_packed(model: nn.Module) -> bool:
 _PACKED = "_draftsmith_packed"
 
 
-def _packable(module: nn.Module) -> bool:
-    if type(module) not in (nn.Linear, Conv1D):
+def _packable(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    if not isinstance(module, nn.Linear | Conv1D) or type(module) not in (nn.Linear, Conv1D):
         return False
     weight = module.weight
     return weight.device.type == "cpu" and weight.dtype is torch.float32
 
 
-def _matrix(layer: nn.Module) -> Tensor:
+def _matrix(layer: nn.Linear | Conv1D) -> Tensor:
     """The layer's weight as ``[out, in]`` (GPT-2's Conv1D stores the transpose)."""
     weight = layer.weight.detach()
-    assert isinstance(weight, Tensor)
     return weight.t().contiguous() if isinstance(layer, Conv1D) else weight
 
 
-def _pack(layer: nn.Module) -> None:
+def _pack(layer: nn.Linear | Conv1D) -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), _ROWS_HINT)
     bias = None if layer.bias is None else layer.bias.detach()
     plain = layer.forward
@@ -91,10 +90,10 @@ def _pack(layer: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _packed_is_faster(layers: list[nn.Module], rows: tuple[int, ...] = (1, 5), budget: float = 1.0) -> bool:
+def _packed_is_faster(layers: list[nn.Linear | Conv1D], rows: tuple[int, ...] = (1, 5), budget: float = 1.0) -> bool:
     """Time the largest layers of each shape both ways, interleaved, for at most about `budget` seconds."""
-    shapes: dict[tuple[int, ...], nn.Module] = {tuple(_matrix(layer).shape): layer for layer in layers}
-    chosen = sorted(shapes.values(), key=lambda layer: layer.weight.numel())[-4:]  # type: ignore[union-attr,operator]
+    shapes: dict[tuple[int, ...], nn.Linear | Conv1D] = {tuple(_matrix(layer).shape): layer for layer in layers}
+    chosen = sorted(shapes.values(), key=lambda layer: layer.weight.numel())[-4:]
     pairs = []
     for layer in chosen:
         weight = _matrix(layer)

@@ -56,7 +56,9 @@ def extend(conditional: Float[np.ndarray, "*batch positions"], length: int) -> F
     return rates
 
 
-def step_cost(passes: float | int, verified_tokens: float, cost_ratio: float, verification_cost: Sequence[float]) -> float:
+def step_cost(
+    passes: float | int, verified_tokens: float, cost_ratio: float, verification_cost: Sequence[float]
+) -> float:
     """Time of a step in plain steps: passes · c + t(verified) / t(1); NaN past the measured curve.
 
     With a flat curve and one pass a draft token this is the γc + 1 of theorem 3.8, arXiv:2211.17192. A fractional

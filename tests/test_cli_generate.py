@@ -51,8 +51,11 @@ def test_a_real_pair_streams_the_targets_own_answer(tmp_path, tiny_llama, tiny_t
         stream(GenerateOptions(target=str(tmp_path / "target"), drafter=path, prompt="The ferry", max_new_tokens=12))
         said[drafter] = capsys.readouterr()
     for lengths in ("heuristic", "confidence", "auto:most=2"):
-        asked = {"target": str(tmp_path / "target"), "drafter": str(tmp_path / "other"), "prompt": "The ferry"}
-        stream(GenerateOptions(**asked, max_new_tokens=12, num_speculative_tokens=lengths))
+        target, drafter = str(tmp_path / "target"), str(tmp_path / "other")
+        asked = GenerateOptions(
+            target=target, drafter=drafter, prompt="The ferry", max_new_tokens=12, num_speculative_tokens=lengths
+        )
+        stream(asked)
         said[lengths] = capsys.readouterr()
     assert len({out for out, _ in said.values()}) == 1, "greedy output does not depend on the drafter"
     assert "draft tokens" not in said[None].err

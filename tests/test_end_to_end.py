@@ -8,7 +8,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -179,6 +179,7 @@ def test_evaluation_writes_a_report_and_a_table(run, workplace, chat_folder):
 def test_an_exported_drafter_assists_the_target_in_transformers(run, workplace, chat_folder):
     done = run("export", workplace / "runs/example/final", "--to", "hf", "--out", "exported")
     assert done.status == 0, done.err
+    target: Any
     target, assistant = (AutoModelForCausalLM.from_pretrained(at) for at in (chat_folder / "model", "exported"))
     tokenizer = AutoTokenizer.from_pretrained("exported")
     chat = [{"role": "user", "content": "How many boats are in the market?"}]

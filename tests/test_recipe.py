@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import Discriminator, Tag, ValidationError
 
 from draftsmith.errors import BadInput
-from draftsmith.recipe import MedusaDrafter, Recipe, Section
+from draftsmith.recipe import MedusaDrafter, ModelDrafter, Recipe, Section
 from draftsmith.recipe_errors import dotted_keys, error_lines
 from draftsmith.recipe_io import load_recipe, recipe_diff, resolved_yaml
 
@@ -58,6 +58,7 @@ def test_an_override_is_read_as_yaml_and_reaches_its_key(path):
 
 def test_a_mapping_replaces_the_whole_mapping(path):
     recipe = load_recipe(path, ["drafter={model: some/draft}", "optimizer.betas=[0.8, 0.9]"])
+    assert isinstance(recipe.drafter, ModelDrafter)
     assert recipe.drafter.model == "some/draft"
     assert recipe.drafter.init is None
     assert recipe.optimizer.betas == (0.8, 0.9)
@@ -150,8 +151,7 @@ WRONG_TYPES = {
     "optimizer.betas=[0.9]": "optimizer.betas: got [0.9], expected a list of 2 numbers",
     "optimizer.clip=.inf": "optimizer.clip: got inf, expected a finite number",
     "drafter.init={layers: [0, -1]}": "drafter.init.layers[1]: got -1, expected a whole number >= 0",
-    "drafter.kind=medusa": "drafter.init: unknown key; expected one of "
-    + ", ".join(MedusaDrafter.model_fields),
+    "drafter.kind=medusa": "drafter.init: unknown key; expected one of " + ", ".join(MedusaDrafter.model_fields),
     "drafter={kind: medusa, num_heads: 0}": "drafter.num_heads: got 0, expected a whole number >= 1",
     "objective.loss=[a]": "objective.loss: got ['a'], expected a string or a mapping",
     "objective.loss={}": "objective.loss: got {}, expected at least one key",

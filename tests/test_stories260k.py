@@ -1,5 +1,7 @@
 """A real, tiny target (stories260K, a TinyStories Llama): a smaller drafter is trained for seconds and measured."""
 
+from typing import Any
+
 import pytest
 from accelerate.state import AcceleratorState
 
@@ -9,7 +11,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.train.logs import read_metrics
 from draftsmith.train.run import train
 
-EVALUATION = {"max_new_tokens": 48, "limit": 24}
+EVALUATION: dict[str, Any] = {"max_new_tokens": 48, "limit": 24}
 
 
 @pytest.fixture(scope="module")

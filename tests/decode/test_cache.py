@@ -17,6 +17,13 @@ def random_tokens(count, seed, vocab_size=64):
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def fed_logits(lm, tokens, **settings):
+    """The target's logits over `tokens`, a pass that goes on from what is kept."""
+    logits = lm.feed(torch.tensor(tokens), **settings).logits
+    assert logits is not None
+    return logits
+
+
 @pytest.fixture(params=FAMILIES)
 def model(request):
     return request.getfixturevalue(request.param)()
@@ -32,9 +39,9 @@ def test_rolled_back_rows_give_the_logits_of_a_fresh_pass(model):
     lm.prefill(ids, [len(row) for row in rows])
     for step in range(6):
         fed = [random_tokens(4, seed=100 * step + i) for i in range(3)]
-        out = lm.feed(torch.tensor(fed))
+        logits = fed_logits(lm, fed)
         for i, row in enumerate(rows):
-            torch.testing.assert_close(out.logits[i], plain_logits(model, row + fed[i])[-4:], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(logits[i], plain_logits(model, row + fed[i])[-4:], atol=2e-5, rtol=1e-4)
         counts = [(step + i) % 5 for i in range(3)]
         lm.keep(torch.tensor(counts), counts)
         rows = [row + new[:count] for row, new, count in zip(rows, fed, counts, strict=True)]
@@ -51,16 +58,14 @@ def test_a_tree_gives_every_node_the_logits_of_its_own_path(model):
     lm.prefill(ids, [len(row) for row in rows])
     level_one = torch.tensor([[11, 12, 13], [21, 22, 23]])
     lm.feed(level_one, parents=torch.tensor([[-1, 0, 0], [-1, 0, 0]]))  # a root and its two children
-    out = lm.feed(torch.tensor([[14, 15], [24, 25]]), parents=torch.tensor([[1, 2], [2, 2]]))
+    logits = fed_logits(lm, [[14, 15], [24, 25]], parents=torch.tensor([[1, 2], [2, 2]]))
     for row, path, node in [(0, [11, 12, 14], 0), (0, [11, 13, 15], 1), (1, [21, 23, 24], 0), (1, [21, 23, 25], 1)]:
         expected = plain_logits(model, rows[row] + path)[-1]
-        torch.testing.assert_close(out.logits[row, node], expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(logits[row, node], expected, atol=2e-5, rtol=1e-4)
     lm.keep_paths(torch.tensor([[0, 2, 4], [0, -1, -1]]), torch.tensor([3, 1]), [3, 1])
-    out = lm.feed(torch.tensor([[31], [32]]))
-    torch.testing.assert_close(
-        out.logits[0, -1], plain_logits(model, [*rows[0], 11, 13, 15, 31])[-1], atol=2e-5, rtol=1e-4
-    )
-    torch.testing.assert_close(out.logits[1, -1], plain_logits(model, [*rows[1], 21, 32])[-1], atol=2e-5, rtol=1e-4)
+    logits = fed_logits(lm, [[31], [32]])
+    torch.testing.assert_close(logits[0, -1], plain_logits(model, [*rows[0], 11, 13, 15, 31])[-1], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[1, -1], plain_logits(model, [*rows[1], 21, 32])[-1], atol=2e-5, rtol=1e-4)
 
 
 def test_the_cache_holds_the_kept_tokens_and_nothing_else(tiny_llama):
@@ -87,9 +92,9 @@ def test_a_slot_is_refilled_without_touching_its_neighbours(tiny_gemma3):
     lm.clear_row(0)
     fresh = random_tokens(3, seed=6)
     lm.prefill(torch.tensor([fresh]), [3], rows=torch.tensor([0]))
-    out = lm.feed(torch.tensor([[7], [8]]))
-    torch.testing.assert_close(out.logits[0, 0], plain_logits(model, [*fresh, 7])[-1], atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(out.logits[1, 0], plain_logits(model, [*rows[1], 8])[-1], atol=2e-5, rtol=1e-4)
+    logits = fed_logits(lm, [[7], [8]])
+    torch.testing.assert_close(logits[0, 0], plain_logits(model, [*fresh, 7])[-1], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[1, 0], plain_logits(model, [*rows[1], 8])[-1], atol=2e-5, rtol=1e-4)
 
 
 def test_eager_attention_takes_the_same_masks(tiny_gemma3):
@@ -98,5 +103,5 @@ def test_eager_attention_takes_the_same_masks(tiny_gemma3):
     tokens = random_tokens(20, seed=7)
     lm = CachedLM(model, 1)
     lm.prefill(torch.tensor([tokens[:15]]), [15])
-    out = lm.feed(torch.tensor([tokens[15:]]))
-    torch.testing.assert_close(out.logits[0], plain_logits(model, tokens)[15:], atol=2e-5, rtol=1e-4)
+    logits = fed_logits(lm, [tokens[15:]])
+    torch.testing.assert_close(logits[0], plain_logits(model, tokens)[15:], atol=2e-5, rtol=1e-4)

@@ -261,6 +261,7 @@ def test_answers_are_cut_to_max_length_with_their_hidden_states(target, tmp_path
 
 def test_a_target_without_a_template_continues_plain_text(chat_folder, tmp_path):
     target = load_target(str(chat_folder / "model"))
+    assert target.tokenizer is not None
     target.tokenizer.chat_template = None
     text = Example(7, [], "There are four")
     settings = SETTINGS._replace(max_prompt_length=12)
@@ -273,7 +274,8 @@ def test_a_target_without_a_template_continues_plain_text(chat_folder, tmp_path)
 def test_another_target_template_sampling_or_amount_is_refused_by_name(target, chat_folder, tmp_path):
     write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
     other = load_target(str(chat_folder / "model"))
-    other.tokenizer.chat_template = other.tokenizer.chat_template.replace("assistant", "helper")
+    assert other.tokenizer is not None
+    other.tokenizer.chat_template = str(other.tokenizer.chat_template).replace("assistant", "helper")
     cases = [
         (other, questions(2), SETTINGS, Amount(), "another chat_template"),
         (target, questions(3), SETTINGS, Amount(), "another prompts"),

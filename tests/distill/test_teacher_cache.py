@@ -7,6 +7,7 @@ from draftsmith.data.chats import Encoded
 from draftsmith.data.encoded_set import EncodedSet
 from draftsmith.data.packing import pack
 from draftsmith.distill.batch import distill_batch
+from draftsmith.distill.chunked_targets import TargetHidden, TargetTopK
 from draftsmith.distill.steps import CachedTeacher
 from draftsmith.distill.teacher import Teacher, all_hidden
 from draftsmith.distill.teacher_cache import cache_teacher
@@ -34,14 +35,16 @@ def test_cached_states_are_the_targets_at_every_position(family, tmp_path, reque
     cached = CachedTeacher(store, encoded).outputs(packed, torch.device("cpu"))
     batch = distill_batch(packed, torch.device("cpu"))
     expected = all_hidden(Teacher(target), batch, (0, 2, 3))
+    assert isinstance(cached, dict)
     inside = packed.segment_ids >= 0
     assert set(cached) == {0, 2, 3}
     for layer, states in expected.items():
         torch.testing.assert_close(cached[layer][inside].float(), states[inside], rtol=2e-3, atol=2e-3)
         assert not cached[layer][~inside].any()
     served = distill_batch(packed, torch.device("cpu"), cached)
-    hidden = Teacher(target).outputs(served).hidden
-    torch.testing.assert_close(hidden, Teacher(target).hidden(batch), rtol=2e-3, atol=2e-3)
+    outputs = Teacher(target).outputs(served)
+    assert isinstance(outputs, TargetHidden)
+    torch.testing.assert_close(outputs.hidden, Teacher(target).hidden(batch), rtol=2e-3, atol=2e-3)
 
 
 def test_states_of_packed_documents_are_those_of_each_alone(tiny_mistral, tmp_path):
@@ -67,8 +70,10 @@ def test_items_of_a_set_with_gaps_find_their_own_rows(form, tiny_llama, tmp_path
         cached = CachedTeacher(store, encoded).outputs(packed, torch.device("cpu"))
         hidden = teacher.hidden(distill_batch(packed, torch.device("cpu")))
         if form == "hidden":
+            assert isinstance(cached, torch.Tensor)
             torch.testing.assert_close(cached.float(), hidden, rtol=2e-3, atol=2e-3)
         else:
+            assert isinstance(cached, TargetTopK)
             assert cached.ids[:, 0].tolist() == teacher.head(hidden).argmax(-1).tolist()
 
 

@@ -4,6 +4,7 @@ import faulthandler
 import hashlib
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_every_source_of_data_and_every_draft_model_learns(case, start, chat_fol
     said = capsys.readouterr().out.splitlines()
     assert last_alpha(folder) > max(0.7, untrained_alpha(folder, chat_folder) + 0.05)
     target = load_target(str(chat_folder / "model"))
-    drafter = load_drafter(folder / "final", target)
+    drafter: Any = load_drafter(folder / "final", target)
     ids = torch.tensor([[5, 20, 40, 3]])
     logits = drafter.first_token_logits(drafter.teacher_forced_hidden(ids, torch.ones_like(ids), {})[0])
     if "cut" in case:
