@@ -109,7 +109,7 @@ class HeadsObjective(nn.Module):
             total = total + self.decay**head * loss.sum
             metrics[f"heads/{head}/loss"] = (loss.sum.detach(), loss.count)
         if self._calls % _MEASURE_EVERY == 0 or not self.training:
-            metrics |= self._measured(batch, original, prepared.detach())
+            metrics |= self._measured(batch, original if self.adapted is None else hidden.detach(), prepared.detach())
         self._calls += self.training
         return LossSums(total, batch.supervised, metrics)
 
@@ -152,17 +152,24 @@ class HeadsObjective(nn.Module):
         """Which heads' most likely tokens are the target's, drafting from where each label is predicted; and which have a
         label there to be compared with.
         """
-        original, hidden = self._read(batch)
-        return self._ranked(batch, original, self.heads.prepare(hidden), len(batch.labels))[:2]
+        target_hidden, hidden = self._read(batch)
+        if self.adapted is not None:
+            target_hidden = hidden = self.adapted.hidden(batch)
+        return self._ranked(batch, target_hidden, self.heads.prepare(hidden), len(batch.labels))[:2]
 
     def _measured(
-        self, batch: DistillBatch, original: Float[Tensor, "labels hidden"], prepared: Float[Tensor, "labels prepared"]
+        self,
+        batch: DistillBatch,
+        target_hidden: Float[Tensor, "labels hidden"],
+        prepared: Float[Tensor, "labels prepared"],
     ) -> Metrics:
         """Of the first labels: per head the share whose most likely (five most likely) tokens hold the target's; head 0's
         alpha; tokens a pass if every position of the text began a step and drafts were taken greedily.
+
+        `target_hidden` are the last hidden states of the target that will verify: the changed one's, where it is trained too.
         """
         most = _MEASURED_LABELS if self.training else len(batch.labels)
-        right, guessed, ranks, alpha = self._ranked(batch, original, prepared, most)
+        right, guessed, ranks, alpha = self._ranked(batch, target_hidden, prepared, most)
         counts = guessed.sum(0)
         if self.training:
             self._remember(ranks, counts)
@@ -178,13 +185,16 @@ class HeadsObjective(nn.Module):
     def _ranked(
         self,
         batch: DistillBatch,
-        original: Float[Tensor, "labels hidden"],
+        target_hidden: Float[Tensor, "labels hidden"],
         prepared: Float[Tensor, "labels prepared"],
         most: int,
     ) -> tuple[Tensor, Tensor, Int[Tensor, "heads ranks"], Tensor]:
         """What :meth:`hits` gives, how often each rank of each head was the target's choice, and head 0's summed alpha."""
         outputs, head = self.heads.outputs, self._target_head[0]
-        best = torch.cat([head(rows).argmax(-1) for rows in original[:most].split(_ROWS_AT_ONCE)] or [batch.labels])
+        target_hidden = target_hidden.to(head.weight.dtype)  # under autocast what is trained gives another type
+        best = torch.cat(
+            [head(rows).argmax(-1) for rows in target_hidden[:most].split(_ROWS_AT_ONCE)] or [batch.labels]
+        )
         right = torch.zeros(len(best), self.heads.num_heads, dtype=torch.bool, device=best.device)
         guessed, ranks = torch.zeros_like(right), torch.zeros_like(self.rank_hits)
         alpha = torch.zeros((), device=best.device)
@@ -199,7 +209,7 @@ class HeadsObjective(nn.Module):
                 right[at, k], guessed[at, k] = found[:, 0], True
                 if k == 0:
                     scores = outputs.spread(logits.float(), -torch.inf)
-                    alpha += torch.minimum(self._served(scores), self._served(head(original[label]))).sum()
+                    alpha += torch.minimum(self._served(scores), self._served(head(target_hidden[label]))).sum()
         return right, guessed, ranks, alpha
 
     def _remember(self, ranks: Int[Tensor, "heads ranks"], counts: Int[Tensor, "heads"]) -> None:

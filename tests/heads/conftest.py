@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 from draftsmith import speculative_generate
 from draftsmith.data.chats import Encoded
 from draftsmith.data.packing import pack
-from draftsmith.decode.loop import plain_generate
-from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.loop import decode_steps, plain_generate
+from draftsmith.decode.prompts import pad_rows
+from draftsmith.decode.sampling import Sampling, probabilities
 from draftsmith.distill.batch import DistillBatch, distill_batch
 from draftsmith.heads.make import HeadsInTraining, heads_in_training
 from draftsmith.models.target import Target, as_target
 from draftsmith.recipe import BlockwiseDrafter, HydraDrafter, MedusaDrafter, ObjectiveSection
+from draftsmith.train.optimizer import parameter_groups
 
 PERIOD, COPIED = 4, 24  # of the copying target: its period and its number of ids
 
@@ -133,19 +135,57 @@ def check_sampled(target: Target, drafter: Any, settings: dict[str, Any], tokens
     assert chisquare(observed.numpy(), (wanted * observed.sum() / wanted.sum()).numpy()).pvalue > 1e-4
 
 
+def accepted_from(
+    target: Target, drafter: Any, prefixes: list[list[int]], num_tokens: int, steps: int = 1
+) -> list[int]:
+    """Draft tokens accepted, greedily, in the first `steps` steps after each prefix."""
+    decoded = decode_steps(
+        target,
+        drafter,
+        pad_rows(prefixes, target),
+        sampling=Sampling(),
+        max_new_tokens=(num_tokens + 1) * steps,
+        num_speculative_tokens=num_tokens,
+        eos_token_id=[],
+    )
+    *_, last = itertools.islice(decoded, steps)
+    return [row.accepted for row in last.stats.rows]
+
+
 def fingerprint(model: Any) -> list[bytes]:
     """Every bit of a model's parameters and buffers."""
     return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in model.state_dict().values()]
+
+
+class Lengths:
+    """A length policy: draft tokens by step and row (``pattern[step][row]``), over and over."""
+
+    def __init__(self, pattern: list[list[int]]):
+        self.pattern, self.step, self.batch = pattern, 0, 0
+
+    def start(self, batch: int) -> None:
+        """Take a batch."""
+        self.step, self.batch = 0, batch
+
+    def lengths(self) -> list[int]:
+        """The next step's."""
+        self.step += 1
+        return self.pattern[(self.step - 1) % len(self.pattern)][: self.batch]
+
+    def observe(self, drafted: Any, accepted: Any) -> None:
+        """Nothing to learn."""
 
 
 @pytest.fixture(scope="session")
 def checks() -> SimpleNamespace:
     """The functions of this file."""
     return SimpleNamespace(
+        Lengths=Lengths,
         train_steps=train_steps,
         ragged=ragged,
         check_greedy=check_greedy,
         check_sampled=check_sampled,
+        accepted_from=accepted_from,
         fingerprint=fingerprint,
     )
 
@@ -162,7 +202,7 @@ HEADS = {
 }
 
 
-@pytest.fixture(params=HEADS.values(), ids=HEADS.keys())
+@pytest.fixture(params=HEADS.values(), ids=list(HEADS))
 def section(request: pytest.FixtureRequest) -> Any:
     """A drafter section of every kind of heads on the last hidden state."""
     return request.param
@@ -207,12 +247,13 @@ def prepared(section: Any, target: Target, loss: str = "cross_entropy") -> Heads
 
 
 def fit(made: HeadsInTraining, batch: DistillBatch, steps: int, rate: float = 1e-2) -> None:
-    """Train on one batch."""
-    trained = [parameter for parameter in made.objective.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    """Train on one batch; what of the target is trained at its own share of the rate."""
+    groups = parameter_groups(made.objective, 0.0)
+    optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=0.0)
     made.objective.train()
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate * (1 - 0.9 * step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = group["rate"] * rate * (1 - 0.9 * step / steps)
         made.objective.begin_step(step, steps)
         sums = made.objective(batch)
         (sums.loss_sum / sums.count).backward()
@@ -229,7 +270,39 @@ def figures(made: HeadsInTraining, batch: DistillBatch) -> dict[str, float]:
     return {name: float(value) / float(count) for name, (value, count) in metrics.items()}
 
 
+def check_metric(made: HeadsInTraining, target: Target) -> None:
+    """What training counts as right is what the decoder accepts, on the decoded text itself, position by position and
+    exactly: greedy decoding leaves nothing to chance.
+    """
+    heads = made.objective.heads.num_heads
+    ids = torch.tensor(greedy_rows(target, 24, 24))[:, :6]
+    out = speculative_generate(
+        target, made.drafter, ids, max_new_tokens=30, num_speculative_tokens=heads, eos_token_id=[]
+    )
+    assert out.stats.acceptance_rate is not None
+    assert 0.05 < out.stats.acceptance_rate < 0.95, "the comparison must have something to compare"
+    accepted, drafted = [0] * heads, [0] * heads
+    for row, stats in zip(out.tokens.tolist(), out.stats.rows, strict=True):
+        right, _ = made.objective.eval().hits(batch_of([row]))
+        for start in stats.step_starts:
+            newest = 6 + start - 1  # the hidden state is that of the token before it: label number newest - 1
+            room = min(heads, 30 - start - 1)
+            run = right[newest - 1, :room].long().cumprod(0)
+            for i in range(room):
+                drafted[i] += 1
+                accepted[i] += int(run[i])
+    assert drafted == out.stats.pooled.drafted_at
+    assert accepted == out.stats.pooled.accepted_at
+
+
 @pytest.fixture(scope="session")
 def lab() -> SimpleNamespace:
     """Making, training and measuring heads on the last hidden state: the functions above, which tests cannot import."""
-    return SimpleNamespace(batch_of=batch_of, greedy_rows=greedy_rows, prepared=prepared, fit=fit, figures=figures)
+    return SimpleNamespace(
+        batch_of=batch_of,
+        greedy_rows=greedy_rows,
+        prepared=prepared,
+        fit=fit,
+        figures=figures,
+        check_metric=check_metric,
+    )

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_every_head_learns_what_it_alone_is_responsible_for(section, copier, lab
     out = speculative_generate(
         target, made.drafter, torch.tensor(rows)[:2, :5], max_new_tokens=21, num_speculative_tokens=3, eos_token_id=[]
     )
-    assert out.stats.acceptance_rate > 0.98
+    assert (out.stats.acceptance_rate or 0) > 0.98
 
 
 @pytest.fixture
@@ -63,25 +64,8 @@ def half_trained(section, tiny_llama, lab):
 
 
 def test_the_training_metric_is_what_the_decoder_counts(half_trained, lab):
-    """On the decoded text itself, position by position and exactly: greedy decoding leaves nothing to chance."""
     made, target = half_trained
-    ids = torch.tensor(lab.greedy_rows(target, 24, 24))[:, :6]
-    out = speculative_generate(target, made.drafter, ids, max_new_tokens=30, num_speculative_tokens=3, eos_token_id=[])
-    assert 0.05 < out.stats.acceptance_rate < 0.95
-    accepted, drafted = [0, 0, 0], [0, 0, 0]
-    for row, stats in zip(out.tokens.tolist(), out.stats.rows, strict=True):
-        batch = lab.batch_of([row])
-        with torch.no_grad():
-            right, _ = made.objective.hits(batch)
-        for start in stats.step_starts:
-            newest = 6 + start - 1  # the hidden state is that of the token before it: label number newest - 1
-            room = min(3, 30 - start - 1)
-            run = right[newest - 1, :room].long().cumprod(0)
-            for i in range(room):
-                drafted[i] += 1
-                accepted[i] += int(run[i])
-    assert drafted == out.stats.pooled.drafted_at
-    assert accepted == out.stats.pooled.accepted_at
+    lab.check_metric(made, target)
 
 
 def test_alpha_at_step_starts_is_the_share_that_is_accepted(half_trained, lab):
@@ -161,7 +145,7 @@ def test_sampled_output_has_the_targets_joint_distribution(section, tree, tiny_l
 def test_a_saved_drafter_drafts_the_same(half_trained, section, lab, tmp_path):
     made, target = half_trained
     save_heads(section, made, target, tmp_path / "final")
-    loaded = load_drafter(tmp_path / "final", target)
+    loaded: Any = load_drafter(tmp_path / "final", target)
     ids = torch.tensor(lab.greedy_rows(target, 4, 4))
     settings = {"max_new_tokens": 12, "num_speculative_tokens": 3, "temperature": 1.0, "eos_token_id": [], "seed": 3}
     first = speculative_generate(target, made.drafter, ids, **settings)
@@ -189,7 +173,7 @@ def test_a_bf16_target_decodes_with_bf16_heads(section, tiny_llama, lab, tmp_pat
     assert {parameter.dtype for parameter in made.objective.heads.parameters()} == {torch.float32}
     ids = torch.tensor(lab.greedy_rows(target, 2, 2))
     save_heads(section, made, target, tmp_path / "final")
-    loaded = load_drafter(tmp_path / "final", target)
+    loaded: Any = load_drafter(tmp_path / "final", target)
     assert {parameter.dtype for parameter in loaded.heads.parameters()} == {torch.bfloat16}
     for drafter in (made.drafter, loaded):
         for temperature in (0.0, 1.0):

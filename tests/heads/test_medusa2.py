@@ -1,5 +1,7 @@
 """Medusa-2: an adapter on the target, trained after the heads and held by the target's own distribution."""
 
+import copy
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from draftsmith.decode.packed import is_packed, packing_supported, use_backend
 from draftsmith.errors import BadInput
 from draftsmith.heads.make import save_heads
 from draftsmith.models.target import as_target
-from draftsmith.recipe import Medusa2Drafter
+from draftsmith.recipe import BlockwiseDrafter, Medusa2Drafter
 from draftsmith.train.optimizer import parameter_groups
 
 
@@ -23,8 +25,39 @@ def rows(tiny_llama, lab):
     return lab.greedy_rows(as_target(tiny_llama(layers=2, seed=1)), 8, 16)
 
 
-def adapter_weights(made):
-    return [parameter.clone() for parameter in made.objective.adapted.parameters()]
+CHANGING = {
+    "medusa2": section(num_heads=3, lora_learning_rate=0.05, target_weight=2.0),
+    "blockwise": BlockwiseDrafter(num_heads=3, inner_size=64, train_layers=1, target_learning_rate=0.03),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_every_head_learns_what_it_alone_is_responsible_for(kind, copier, lab):
+    """While the target that is trained along goes on copying. The decoder then accepts what it drafts."""
+    target = as_target(copy.deepcopy(copier.model))
+    made = lab.prepared(CHANGING[kind], target)
+    rows = lab.greedy_rows(copier, 64, 12)
+    lab.fit(made, lab.batch_of(rows, length=60), steps=100, rate=5e-3)
+    found = lab.figures(made, lab.batch_of(lab.greedy_rows(copier, 16, 20, seed=1), prompt=3, length=60))
+    assert [found[f"heads/{k}/top1"] > 0.99 for k in range(3)] == [True] * 3, found
+    assert 0 < found["target_kl"] < 0.01
+    ids = torch.tensor(rows)[:, :5]
+    out = speculative_generate(target, made.drafter, ids, max_new_tokens=21, num_speculative_tokens=3, eos_token_id=[])
+    assert (out.stats.acceptance_rate or 0) > 0.98
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_the_training_metric_is_what_the_decoder_counts(kind, tiny_llama, lab):
+    """It is about the changed target: its choices, from its hidden states."""
+    target, original = (as_target(tiny_llama(layers=2, seed=3)) for _ in range(2))
+    made = lab.prepared(CHANGING[kind], target)
+    batch = lab.batch_of(lab.greedy_rows(original, 24, 24), length=54)
+    lab.fit(made, batch, steps=60)
+    found = lab.figures(made, batch)
+    assert found["target_kl"] > 0.0001
+    lab.check_metric(made, target)
+    right, guessed = made.objective.hits(batch)
+    assert found["heads/1/top1"] == pytest.approx(float(right[:, 1].sum() / guessed[:, 1].sum()))
 
 
 def test_heads_train_alone_first_and_the_target_after_them(tiny_llama, rows, lab):
