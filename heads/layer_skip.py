@@ -76,6 +76,8 @@ class LayerSkip:
         self.skipper = skipper or BlockSkipper(target.model)
         self.skip(skipped)
         self.vocabulary: Tensor | None = None
+        # With the pass comes how many of a row's draft tokens were verified: fewer than proposed, where its length was cut.
+        self.wants = {"logits": True}
         self.given: Confidence | None = None
         self.is_tree = False
 
@@ -111,7 +113,6 @@ class LayerSkip:
     def start(self, input_ids: Int[Tensor, "batch prompt"], attention_mask: Int[Tensor, "batch prompt"]) -> None:
         """Take right-padded prompts."""
         self.inner.start(input_ids, attention_mask)
-        self.drafted: Tensor | None = None
         if self.exit is not None:
             self.exit.start(len(input_ids), input_ids.device)
 
@@ -121,17 +122,17 @@ class LayerSkip:
         if confidence is None and self.exit is not None and not self.is_tree:
             confidence = Confidence(self.exit.thresholds)
         self.inner.set_confidence(confidence)
-        draft = self.inner.propose(num_tokens, sampling, generators)
-        self.drafted = None if self.is_tree else draft.lengths
-        return draft
+        return self.inner.propose(num_tokens, sampling, generators)
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
         """Roll back to what was accepted, and move the thresholds."""
-        if self.exit is not None and self.drafted is not None:
-            unfinished = accepted.lengths > 0
-            self.exit.observe(self.drafted * unfinished, (accepted.lengths - 1).clamp(min=0))
-        self.drafted = None
-        self.inner.observe(accepted, target_outputs)
+        assert target_outputs is not None
+        if target_outputs.logits is None:  # the prompts, which `start` has taken
+            return
+        if self.exit is not None and self.given is None and not self.is_tree:
+            drafted = target_outputs.valid.sum(1) - 1
+            self.exit.observe(drafted * (accepted.lengths > 0), (accepted.lengths - 1).clamp(min=0))
+        self.inner.observe(accepted, None)
 
     def teacher_forced_hidden(
         self, input_ids: Int[Tensor, "batch length"], attention_mask: Tensor, hidden_states: dict[int, Tensor]
