@@ -126,8 +126,6 @@ def cached_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | 
             return (-1,)
         case EagleDrafter():
             return tuple(dict.fromkeys((*feature_layers(config, num_layers), num_layers)))
-        case EarlyExitDrafter() if config.adapter != "none":
-            return (config.exit_layer, -1)
         case _:
             return None
 

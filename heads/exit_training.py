@@ -49,9 +49,8 @@ class EarlyExitObjective(nn.Module):
         """Sums over the batch's labels; now and then also the metrics."""
         measure = self._calls % _MEASURE_EVERY == 0 or not self.training
         self._calls += self.training
-        states = self._features(batch)
-        read = self.read_by_head(batch, states[self.head.exit_layer]).flatten(0, 1)[batch.predictors]
-        last = states[-1].flatten(0, 1)[batch.predictors]
+        hidden, last = self._states(batch)
+        read = self.read_by_head(batch, hidden).flatten(0, 1)[batch.predictors]
         head, outputs = self._target[0], self.head.outputs
         loss = chunked_loss(
             self.mixture,
@@ -68,6 +67,26 @@ class EarlyExitObjective(nn.Module):
         if loss.alpha_sum is not None:
             metrics = {"alpha": (loss.alpha_sum, loss.positions), **self.measure(batch, read.detach(), last)}
         return LossSums(loss.sum, batch.supervised, metrics)
+
+    @torch.no_grad()
+    def _states(
+        self, batch: DistillBatch
+    ) -> tuple[Float[Tensor, "rows length hidden"], Float[Tensor, "labels hidden"]]:
+        """The target's hidden states after the exit layer, and its last ones where labels are predicted. Where the latter
+        are cached, as they come with the target's answers, only the first layers run.
+        """
+        exit_layer = self.head.exit_layer
+        model: Any = self._target[1]
+        if not isinstance(batch.teacher, Tensor):
+            states = self._features(batch)
+            return states[exit_layer], states[-1].flatten(0, 1)[batch.predictors]
+        hidden, _ = self.head.parts.first(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.masks(model.config, model.config._attn_implementation, model.dtype),
+            use_cache=False,
+        )
+        return hidden, self._features.at_labels(batch)
 
     def read_by_head(
         self, batch: DistillBatch, hidden: Float[Tensor, "rows length hidden"]

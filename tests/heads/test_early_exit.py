@@ -1,15 +1,21 @@
 """Early exit: the first layers draft in the target's own cache, and an adapter learns what they lack."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith import speculative_generate
+from draftsmith.data.chats import Encoded
+from draftsmith.data.packing import pack
 from draftsmith.decode.costs import measure_costs
 from draftsmith.decode.draft import Drafter
+from draftsmith.decode.loop import plain_generate
 from draftsmith.decode.sampling import Sampling
+from draftsmith.distill.batch import distill_batch
 from draftsmith.distill.mixture import parse_mixture
+from draftsmith.distill.teacher import Teacher
 from draftsmith.errors import BadInput
 from draftsmith.eval.alpha import Answer, teacher_forced
 from draftsmith.heads import load_drafter
@@ -18,6 +24,7 @@ from draftsmith.heads.exit_head import ExitHead
 from draftsmith.heads.exit_training import EarlyExitObjective, save_exit
 from draftsmith.models.cut import cut_layers
 from draftsmith.models.target import Target, as_target
+from draftsmith.models.views import layers_of
 
 FAMILIES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_gemma3", "tiny_gpt2"]
 PROMPTS = [9, 1, 6]  # a prompt of one token has no hidden states before the first draft
@@ -33,7 +40,7 @@ def moved(head, scale=0.02):
     return head
 
 
-def exit_of(model, adapter="block", exit_layer=3, **options):
+def exit_of(model, adapter: Any = "block", exit_layer=3, **options):
     head = ExitHead(as_target(model), exit_layer, adapter, **options)
     return EarlyExit(head if adapter == "none" else moved(head))
 
@@ -144,6 +151,28 @@ def test_training_teaches_the_exit_to_copy_and_decoding_gets_what_training_measu
     assert checks.fingerprint(target.model) == before
 
 
+@pytest.mark.parametrize("kept", [None, torch.arange(0, 24, 2)], ids=["whole", "cut"])
+def test_training_metrics_are_the_decoders_acceptance(kept, copying, checks):
+    """One step from every place where a training text could be gone on with: as many tokens are accepted as counted."""
+    target = copying.target
+    torch.manual_seed(0)
+    head = ExitHead(target, 1, "block", kept_ids=kept)
+    objective = EarlyExitObjective(head, target, parse_mixture("forward_kl"), GREEDY)
+    checks.train_steps(objective, (copying.batch(16, 20, seed=1000 + i) for i in range(200)), 110, 1e-2)
+    prompt, new = 5, 20
+    texts = plain_generate(target, copying.rows(6, prompt, seed=3), max_new_tokens=new, eos_token_id=[]).tokens
+    examples = [Encoded(text, [False] * prompt + [True] * new) for text in texts.tolist()]
+    with torch.no_grad():
+        metrics = objective(distill_batch(pack(examples, 50), torch.device("cpu"))).metrics
+    measured = {name: float(total) / float(count) for name, (total, count) in metrics.items()}
+    starts = range(prompt, prompt + new)
+    rows = checks.accepted_from(target, EarlyExit(head), [text[:n] for text in texts.tolist() for n in starts], 4)
+    first, whole = ([row for i, row in enumerate(rows) if i % new <= new - most] for most in (1, 4))
+    assert measured["top1"] == pytest.approx(sum(n > 0 for n in first) / len(first), abs=1e-6)
+    assert measured["block_efficiency"] == pytest.approx(1 + sum(whole) / len(whole), abs=1e-6)
+    assert 1.2 < measured["block_efficiency"] < 4.8, "the comparison must have something to compare"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_its_adapter_alone(family, request, checks):
     target = as_target(request.getfixturevalue(family)(vocab_size=24, layers=3, tie_word_embeddings=False))
@@ -163,6 +192,25 @@ def test_every_family_trains_its_adapter_alone(family, request, checks):
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
     assert checks.fingerprint(target.model) == before
+
+
+@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_gemma3", "tiny_gpt2"])
+def test_with_cached_last_states_only_the_first_layers_run(family, request):
+    """Two documents in a row: the loss is the same, and the layers beyond the exit stay idle."""
+    target = as_target(request.getfixturevalue(family)(layers=3, seed=1))
+    objective = EarlyExitObjective(
+        moved(ExitHead(target, 2, "block")), target, parse_mixture("forward_kl"), GREEDY
+    ).eval()
+    examples = [Encoded([5, 9, 2, 7, 1, 3], [False, False, True, True, True, True]), Encoded([4, 8], [False, True])]
+    plain = distill_batch(pack(examples, 9), torch.device("cpu"))
+    cached = distill_batch(pack(examples, 9), torch.device("cpu"), Teacher(target).hidden(plain))
+    ran = []
+    for number, layer in enumerate(layers_of(target.model)):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    with torch.no_grad():
+        found = objective(cached).loss_sum
+        assert ran == [0, 1]
+        torch.testing.assert_close(found, objective(plain).loss_sum)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
