@@ -62,7 +62,7 @@ def test_a_run_leaves_heads_that_evaluation_takes_as_they_are(case, start, chat_
     drafter, data = CASES[case]
     folder = start(drafter, data)
     curve = records(folder, "train")
-    assert curve[-1]["loss"] < 0.9 * curve[0]["loss"]
+    assert curve[-1]["loss"] < max(0.9 * curve[0]["loss"], 0.1), "learned, or solved for before the first step"
     for name in ("heads/0/loss", "heads/1/loss", "heads/0/top1", "heads/1/top5", "block_efficiency", "alpha"):
         assert any(name in record for record in curve), name
     changed = case in ("medusa2", "blockwise and a layer")
@@ -80,8 +80,7 @@ def test_a_run_leaves_heads_that_evaluation_takes_as_they_are(case, start, chat_
     report = evaluate(options)
     (run,) = (run for run in report["runs"] if run["name"] == "drafter")
     assert run["identical_to_target"] == [6, 6]
-    if not changed:
-        assert run["greedy_agreement_at_step_starts"] == pytest.approx(run["conditional_acceptance"][0])
+    assert run["greedy_agreement_at_step_starts"] == pytest.approx(run["conditional_acceptance"][0])
     assert run["mbsu"] is not None
 
 
