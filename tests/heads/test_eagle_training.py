@@ -8,12 +8,11 @@ import torch
 from draftsmith import speculative_generate
 from draftsmith.data.chats import Encoded
 from draftsmith.data.packing import pack
-from draftsmith.decode.loop import decode_steps
-from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.batch import distill_batch
 from draftsmith.eval.alpha import Answer, teacher_forced
 from draftsmith.heads.eagle import eagle_in_training, feature_layers
+from draftsmith.heads.eagle_drafter import Eagle
 from draftsmith.heads.eagle_objective import find_anchors, unroll
 from draftsmith.heads.features import TargetFeatures
 from draftsmith.models.target import as_target
@@ -196,21 +195,36 @@ def test_the_start_is_solved_for(version, tiny_llama):
     torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=1e-3, atol=1e-3)
 
 
+@pytest.fixture(scope="module")
+def trained(copying):
+    """Per version, a drafter that has learned to copy, five tokens a step."""
+    found = {}
+    for version in VERSIONS:
+        made = training(copying.target, version, unroll=5, step_decay=1.0)
+        batches = [copied(copying, seed) for seed in range(60)]
+        made.objective.fit(batches)
+        fit(made.objective, batches, steps=160, learning_rate=1e-2)
+        found[version] = made
+    return found
+
+
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_step_learns_to_copy(version, copying):
+def test_every_step_learns_to_copy(version, trained, copying):
     """Labels or features one off, or a step that sees too little, leave at least one step at chance."""
-    made = training(copying.target, version, unroll=6, step_decay=1.0)
-    batches = [copying.batch(16, 20, seed) for seed in range(40)]
-    made.objective.fit(batches)
-    fit(made.objective, batches, steps=120, learning_rate=1e-2)
-    measured = rates(made.objective, copying.batch(16, 20, seed=1000))
-    assert min(measured[f"heads/{j}/top1"] for j in range(6)) > 0.99, measured
+    made = trained[version]
+    measured = rates(made.objective, copied(copying, seed=1000))
+    assert min(measured[f"heads/{j}/top1"] for j in range(5)) > 0.99, measured
     # What training measured is what decoding gets, to the last token.
     prompts = copying.rows(8, 9, seed=2000)
     out = speculative_generate(
-        copying.target, made.drafter, prompts, max_new_tokens=28, num_speculative_tokens=6, eos_token_id=[]
+        copying.target, made.drafter, prompts, max_new_tokens=12, num_speculative_tokens=5, eos_token_id=[]
     )
-    assert out.stats.block_efficiency > 6.9
+    assert (out.stats.block_efficiency or 0) > 5.7
+
+
+def copied(copying, seed):
+    """Rows whose every answer token can be known: no drafter reads the embedding of a text's first token."""
+    return packed(*[(row, copying.period + 1) for row in copying.rows(12, 16, seed).tolist()], length=16)
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +233,15 @@ def half_trained(copying):
     found = {}
     for version in VERSIONS:
         made = training(copying.target, version, unroll=4)
-        made.objective.fit([copying.batch(16, 20, seed) for seed in range(10)])
-        fit(made.objective, [copying.batch(16, 20, seed) for seed in range(10)], steps=15, learning_rate=5e-3)
+        batches = [copied(copying, seed) for seed in range(20)]
+        made.objective.fit(batches)
+        fit(made.objective, batches, steps=45 if version == 1 else 25, learning_rate=1e-2)
         found[version] = made
     return found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_training_metrics_are_the_decoders_acceptance(version, half_trained, copying):
+def test_training_metrics_are_the_decoders_acceptance(version, half_trained, copying, checks):
     """One step from every anchor of the target's greedy texts: the same tokens are accepted as training counted as right."""
     made, target = half_trained[version], copying.target
     prompts = copying.rows(6, 9, seed=3000)
@@ -235,42 +250,38 @@ def test_training_metrics_are_the_decoders_acceptance(version, half_trained, cop
     measured = rates(made.objective, packed(*[(text, answer) for text in texts], length=length))
     prefixes = [text[: anchor + 1] for text in texts for anchor in range(answer - 1, length - 1)]
     labels = [min(steps, length - len(prefix)) for prefix in prefixes]
-    rows = pad_rows(prefixes, target)
-    first = next(
-        decode_steps(
-            target,
-            made.drafter,
-            rows,
-            sampling=Sampling(),
-            max_new_tokens=steps + 1,
-            num_speculative_tokens=steps,
-            eos_token_id=[],
-        )
-    )
-    accepted = [min(row.accepted, most) for row, most in zip(first.stats.rows, labels, strict=True)]
+    found = checks.accepted_from(target, made.drafter, prefixes, steps)
+    accepted = [min(number, most) for number, most in zip(found, labels, strict=True)]
     assert measured["block_efficiency"] == pytest.approx(1 + sum(accepted) / len(accepted), abs=1e-6)
     assert measured["heads/0/top1"] == pytest.approx(sum(n > 0 for n in accepted) / len(accepted), abs=1e-6)
-    assert 0.05 < measured["heads/0/top1"] < 0.999, "the comparison must have something to compare"
+    assert 1.2 < measured["block_efficiency"] < 4.2, "the comparison must have something to compare"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_features_one_layer_off_fail_the_comparison(version, half_trained, copying):
-    """The planted fault of peers: decoding reads another layer than training did. The metric no longer tells the truth."""
-    made, target = half_trained[version], copying.target
-    prompts = copying.rows(6, 9, seed=3000)
-    good, bad = (acceptance(target, made.drafter, prompts, layers) for layers in (made.objective.layers, None))
-    assert bad < good - 0.05
+def test_alpha_tells_the_decoders_acceptance_and_no_longer_when_features_are_off(version, tiny_llama):
+    """Sampled: the mean alpha where steps began is the first draft token's acceptance, within its interval. The planted
+    fault of peers, features of one layer off in decoding alone, breaks that.
+    """
+    target = as_target(tiny_llama(vocab_size=16, layers=3, seed=2))
+    prompts = torch.randint(16, (128, 3), generator=torch.Generator().manual_seed(0))
+    texts = speculative_generate(target, None, prompts, max_new_tokens=21, temperature=1.0, eos_token_id=[]).tokens
+    made = training(target, version)
+    made.objective.fit([packed(*[(text, 3) for text in texts[i : i + 16].tolist()]) for i in range(0, 64, 16)])
+    drafter, right = made.drafter, made.drafter.wants["hidden_states"]
+    assert deviation(target, drafter, drafter, prompts) < 4
+    wrong = Eagle(drafter.model, target, [layer - 1 for layer in right])
+    assert deviation(target, drafter, wrong, prompts) > 5
 
 
-def acceptance(target, drafter, prompts, layers):
-    """Acceptance rate with the features of `layers`; None: those of the layers below."""
-    right = drafter.wants
-    drafter.wants = {
-        "hidden_states": [max(layer - 1, 0) for layer in right["hidden_states"]] if layers is None else layers
-    }
-    out = speculative_generate(target, drafter, prompts, max_new_tokens=24, num_speculative_tokens=2, eos_token_id=[])
-    drafter.wants = right
-    return out.stats.acceptance_rate
+def deviation(target, measured, decoding, prompts):
+    """By how many standard errors acceptance of the first draft token misses the alpha measured where steps began."""
+    settings = {"max_new_tokens": 30, "num_speculative_tokens": 2, "temperature": 1.0, "eos_token_id": []}
+    out = speculative_generate(target, decoding, prompts, **settings)
+    answers = [Answer(row[:3], row[3:]) for row in out.tokens.tolist()]
+    scores = teacher_forced(target, measured, answers, Sampling(temperature=1.0))
+    alpha = torch.cat([one.alpha[row.step_starts] for one, row in zip(scores, out.stats.rows, strict=True)])
+    error = float((alpha * (1 - alpha)).sum().sqrt()) / len(alpha)
+    return abs(out.stats.conditional_acceptance[0] - float(alpha.mean())) / error
 
 
 @pytest.mark.parametrize("version", VERSIONS)
