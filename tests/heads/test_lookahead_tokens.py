@@ -1,14 +1,20 @@
 """Look-ahead embeddings: guesses that ride along in the verification pass, and embeddings trained for them alone."""
 
+import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith import speculative_generate
+from draftsmith.data.chats import Encoded
+from draftsmith.data.packing import pack
 from draftsmith.decode.costs import measure_costs
 from draftsmith.decode.draft import Drafter
+from draftsmith.decode.loop import plain_generate
 from draftsmith.decode.sampling import Sampling
+from draftsmith.distill.batch import distill_batch
 from draftsmith.distill.mixture import parse_mixture
 from draftsmith.errors import BadInput
 from draftsmith.eval.alpha import Answer, teacher_forced
@@ -83,7 +89,7 @@ def test_embeddings_see_what_stands_before_them_and_nothing_else(family, request
 def test_drafts_are_what_the_target_says_at_the_embeddings(family, request):
     """In every step, for every row: computed from the text so far without a cache."""
     model = request.getfixturevalue(family)(layers=3, seed=1)
-    drafter = looking_ahead(model)
+    drafter: Any = looking_ahead(model)
     embeddings, head = drafter.embeddings(), split(model)[1]
     drafts = []
     propose = drafter.propose
@@ -142,6 +148,29 @@ def test_training_teaches_copying_and_decoding_gets_what_training_measured(copyi
     assert checks.fingerprint(target.model) == before
 
 
+def test_training_metrics_are_the_decoders_acceptance(tiny_llama, checks):
+    """From every place where a training text could be gone on with, a step that feeds the embeddings and one that drafts:
+    as many tokens are accepted as counted.
+    """
+    target = as_target(tiny_llama(vocab_size=24, layers=2, seed=3))
+    drafter = looking_ahead(target.model)
+    objective = LookaheadObjective(
+        drafter.embeddings, target, parse_mixture("forward_kl"), GREEDY, share=1.0, decay=0.8
+    )
+    prompt, new = 5, 20
+    ids = torch.randint(24, (12, prompt), generator=torch.Generator().manual_seed(0))
+    texts = plain_generate(target, ids, max_new_tokens=new, eos_token_id=[]).tokens.tolist()
+    examples = [Encoded(text, [False] * prompt + [True] * new) for text in texts]
+    batch = distill_batch(pack(examples, 50), torch.device("cpu"))
+    measured = checks.train_steps(objective, itertools.repeat(batch), 40, 3e-2)
+    starts = range(prompt, prompt + new - 1)
+    rows = checks.accepted_from(target, drafter, [text[:n] for text in texts for n in starts], 3, steps=2)
+    first, whole = ([row for i, row in enumerate(rows) if i % len(starts) <= len(starts) - most] for most in (1, 3))
+    assert measured["heads/0/top1"] == pytest.approx(sum(n > 0 for n in first) / len(first), abs=1e-6)
+    assert measured["block_efficiency"] == pytest.approx(1 + sum(whole) / len(whole), abs=1e-6)
+    assert 1.1 < measured["block_efficiency"] < 3.8, "the comparison must have something to compare"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_its_embeddings_alone(family, request, checks):
     target = as_target(request.getfixturevalue(family)(vocab_size=24, layers=2, tie_word_embeddings=False))
@@ -158,6 +187,7 @@ def test_every_family_trains_its_embeddings_alone(family, request, checks):
         sums = objective(batch)
         losses.append(float(sums.loss_sum.detach()))
         sums.loss_sum.backward()
+        assert embeddings.raw.grad is not None
         assert float(embeddings.raw.grad.abs().sum(1).min()) > 0
         optimizer.step()
         optimizer.zero_grad()
@@ -206,7 +236,7 @@ def test_saved_embeddings_come_back(dtype, tiny_llama, tmp_path):
     save_lookahead_tokens(drafter.embeddings, target, tmp_path / "ahead")
     loaded = load_drafter(tmp_path / "ahead", target)
     assert isinstance(loaded, LookaheadTokens)
-    exact = {"atol": 0.0, "rtol": 1e-6 if dtype == torch.float32 else 8e-3}
+    exact: dict[str, Any] = {"atol": 0.0, "rtol": 1e-6 if dtype == torch.float32 else 8e-3}
     torch.testing.assert_close(loaded.embeddings(), drafter.embeddings(), **exact)
     assert json.loads((tmp_path / "ahead" / "draftsmith.json").read_text())["kind"] == "lookahead_tokens"
     with pytest.raises(BadInput, match=r"made for the target the/target, and the weights of .* are others"):
