@@ -130,6 +130,7 @@ class HeadsDrafter:
         self, hidden: Float[Tensor, "batch n hidden"], counts: Int[Tensor, "batch"], host_counts: list[int]
     ) -> None:
         """Keep the last of each row's first `counts` hidden states; rows without any keep what they had."""
+        assert self.hidden is not None
         if not hidden.shape[1]:
             return
         if self.prefix is not None:

@@ -1,5 +1,7 @@
 """Hidden states for a batch: from the cache or from a pass, the same, and of the layers that were asked for."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def test_features_come_from_the_cache_where_it_has_them(form, layers, tiny_llama
     plain = distill_batch(packed, CPU)
     cached = distill_batch(packed, CPU, CachedTeacher(store, encoded).outputs(packed, CPU))
     features = TargetFeatures(target, (1, -1))
-    close = {"rtol": 2e-3, "atol": 2e-3}
+    close: dict[str, Any] = {"rtol": 2e-3, "atol": 2e-3}
     torch.testing.assert_close(features.at_labels(cached), features.at_labels(plain), **close)
     for layer, states in features(plain).items():
         torch.testing.assert_close(features(cached)[layer], states, **close)

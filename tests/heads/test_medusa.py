@@ -102,7 +102,8 @@ def test_sizes_come_from_the_configuration_of_a_target_whose_weights_are_elsewhe
     target = as_target(tiny_llama(tie_word_embeddings=False))
     whole = {id(parameter): parameter.data for parameter in target.model.parameters()}
     for parameter in target.model.parameters():
-        parameter.ds_id, parameter.data = 1, torch.empty(0)
+        setattr(parameter, "ds_id", 1)  # noqa: B010
+        parameter.data = torch.empty(0)
 
     class Gathered:
         def __init__(self, parameters, modifier_rank):
@@ -120,8 +121,9 @@ def test_sizes_come_from_the_configuration_of_a_target_whose_weights_are_elsewhe
     heads = make_heads(MedusaDrafter(num_heads=2, output="own"), target, None)
     own = target.model.lm_head.weight
     assert isinstance(heads.trunk, MedusaTrunk)
-    assert tuple(heads.trunk.blocks[0].layers[0].weight.shape) == (32, 32)
-    assert torch.equal(heads.outputs.lm_heads[1].weight, whole[id(own)])
+    made = dict(heads.named_parameters())
+    assert tuple(made["trunk.blocks.0.layers.0.weight"].shape) == (32, 32)
+    assert torch.equal(made["outputs.lm_heads.1.weight"], whole[id(own)])
 
 
 def test_only_supervised_tokens_are_labels(tiny_llama, lab):
@@ -183,4 +185,4 @@ def test_a_tree_from_measured_accuracies_takes_more_than_a_chain(tiny_llama, lab
     chain = speculative_generate(target, made.drafter, ids, **settings)
     tree = speculative_generate(target, made.drafter, ids, tree=layout.paths, **settings)
     assert tree.tokens.tolist() == chain.tokens.tolist()
-    assert tree.stats.block_efficiency > chain.stats.block_efficiency
+    assert (tree.stats.block_efficiency or 0) > (chain.stats.block_efficiency or 0) > 1
