@@ -278,5 +278,12 @@ class Engine:
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Leaves the process group. The trainee can be used further, in this process alone.
+
+        DDP goes first. As the last owner of the group it would end gloo's threads with Python's lock held, and wait
+        forever for one that needs the lock to let go of its last collective.
+        """
+        self.model = None
+        if not self.deepspeed:
+            self.accelerator.free_memory()
         self.accelerator.end_training()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,13 +144,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("runs", type=json.loads, help="a list of run() keywords, executed in this order")
     arguments = parser.parse_args()
-    for keywords in arguments.runs:
+    for number, keywords in enumerate(arguments.runs, 1):
         folder, forget = arguments.folder / keywords.pop("name"), keywords.pop("forget", None)
         if forget is not None and os.environ.get("RANK", "0") == "0":
             for path in (path for path in folder.glob("step_*") if int(path.name[5:]) >= forget):
                 shutil.rmtree(path)
-        outcome, _ = run(folder, **keywords)
+        outcome, engine = run(folder, **keywords)
         print("outcome", outcome.step, outcome.finished, outcome.signal, flush=True)
+        if number == len(arguments.runs):
+            model = weakref.ref(engine.model)
+            engine.close()
+            print("model freed before its group:", model() is None, flush=True)
         reset()
 
 
