@@ -284,6 +284,6 @@ class Engine:
         forever for one that needs the lock to let go of its last collective.
         """
         self.model = None
-        if not self.deepspeed:
+        if self.name == "DDP":
             self.accelerator.free_memory()
         self.accelerator.end_training()

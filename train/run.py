@@ -1,6 +1,7 @@
 """`draftsmith train`: from a recipe to a drafter. Assembles target, data, drafter and objective, and runs the loop."""
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,23 +47,22 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
         clip=recipe.optimizer.clip,
         threads=recipe.engine.threads,
     )
-    for line in engine.describe():
-        say(line)
-    _on_main(engine, partial(open_run, folder, recipe.model_dump(mode="json"), resume=resume))
-    if (folder / FINAL).exists():
-        say(f"{folder} is finished: the drafter is in {folder / FINAL}")
-        engine.close()
-        return folder / FINAL
-    record = Provenance(folder, engine=engine.describe(), command=command) if engine.is_main else None
-    check_recipe(recipe)  # a typo should not cost a download
-    target = load_target(recipe.target.model, recipe.target.dtype, engine.device, recipe.target.trust_remote_code)
-    say(f"target: {target.name}, {_millions(target.model)} parameters")
-    data, held_out = _prepare(recipe, target, folder, engine)
-    say(f"data: {data.encoded.describe()}")
-    outcome = _run_loop(recipe, target, data, held_out, folder, engine, command)
-    if record is not None:
-        record.finish(step=outcome.step, finished=outcome.finished)
-    engine.close()
+    with closing(engine):
+        for line in engine.describe():
+            say(line)
+        _on_main(engine, partial(open_run, folder, recipe.model_dump(mode="json"), resume=resume))
+        if (folder / FINAL).exists():
+            say(f"{folder} is finished: the drafter is in {folder / FINAL}")
+            return folder / FINAL
+        record = Provenance(folder, engine=engine.describe(), command=command) if engine.is_main else None
+        check_recipe(recipe)  # a typo should not cost a download
+        target = load_target(recipe.target.model, recipe.target.dtype, engine.device, recipe.target.trust_remote_code)
+        say(f"target: {target.name}, {_millions(target.model)} parameters")
+        data, held_out = _prepare(recipe, target, folder, engine)
+        say(f"data: {data.encoded.describe()}")
+        outcome = _run_loop(recipe, target, data, held_out, folder, engine, command)
+        if record is not None:
+            record.finish(step=outcome.step, finished=outcome.finished)
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
     return folder / FINAL

@@ -139,7 +139,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks_which_save_and_say_how_to_go
 
 def test_a_worker_s_exit_code_is_the_launcher_s(tmp_path) -> None:
     (tmp_path / "failing.py").write_text(
-        "import os, sys; print('rank', os.environ['RANK'], *sys.argv[1:]); sys.exit(2)"
+        "import os, sys; print(f\"rank {os.environ['RANK']} {' '.join(sys.argv[1:])}\\n\", end=''); sys.exit(2)"
     )
     process = launch("failing", "--flag", "value", PYTHONPATH=str(tmp_path))
     out, _ = process.communicate(timeout=900)

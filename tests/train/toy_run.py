@@ -109,7 +109,7 @@ def run(
     deepspeed = None if stage is None else {"zero_optimization": {"stage": stage}}
     engine = start_engine(precision, deepspeed=deepspeed, clip=0.5)
     for line in engine.describe() if engine.is_main else []:
-        print(line, flush=True)
+        tell(line)
     torch.manual_seed(3)
     engine.prepare(Toy(dropout, tied), betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,11 @@ def run(
     return outcome, engine
 
 
+def tell(line: str) -> None:
+    """Print a line in one piece: the ranks share a pipe, and each piece may be followed by another rank's."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def reset() -> None:
     """Lets this process start another engine: Accelerate keeps its state in class attributes."""
     from accelerate.state import AcceleratorState
@@ -150,11 +155,11 @@ def main() -> None:
             for path in (path for path in folder.glob("step_*") if int(path.name[5:]) >= forget):
                 shutil.rmtree(path)
         outcome, engine = run(folder, **keywords)
-        print("outcome", outcome.step, outcome.finished, outcome.signal, flush=True)
+        tell(f"outcome {outcome.step} {outcome.finished} {outcome.signal}")
         if number == len(arguments.runs):
             model = weakref.ref(engine.model)
             engine.close()
-            print("model freed before its group:", model() is None, flush=True)
+            tell(f"model freed before its group: {model() is None}")
         reset()
 
 
