@@ -1,0 +1,83 @@
+"""Shipped recipes for real pairs on GPUs: `--dry-run` builds the architectures and counts what is published of them."""
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from draftsmith.recipe_io import load_recipe, shipped_recipes
+from draftsmith.train.dry_run import parameter_lines
+
+VICUNA_7B = LlamaConfig(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+)
+LLAMA_31_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+QWEN3_8B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+PUBLISHED = {"vicuna_7b": (VICUNA_7B, 6_738_415_616), "llama31_8b": (LLAMA_31_8B, 8_030_261_248)}
+PUBLISHED["qwen3_8b"] = (QWEN3_8B, 8_190_735_360)
+
+H = 4096
+# Of the drafter alone. Medusa-1 with five heads: 0.74 B. EAGLE for Vicuna-7B: 0.24 B. EAGLE-3 for Llama-3.1-8B: 0.42 B, an
+# 850 MB checkpoint in 16 bits. Others have no published count: theirs follow from their layers.
+OWN = {
+    "medusa_vicuna_7b": 5 * (H * H + H + 32000 * H),
+    # Nothing is normed before attention, and the output projection is the target's.
+    "eagle_vicuna_7b": (2 * H * H + H) + 4 * H * H + 3 * H * 11008 + H,
+    # Three hidden states fused; queries, keys and values read 2 H; four norms; a head over 32,000 ids.
+    "eagle3_llama31_8b": 3 * H * H + 2 * H * (H + 2 * 1024) + H * H + 3 * H * 14336 + 4 * H + 32000 * H,
+    "early_exit_llama31_8b": 2 * H * H + 2 * H * 1024 + H,
+    "layer_skip_vicuna_7b": 0,
+    "blockwise_qwen3_8b": (H * 4 * H + 4 * H) + (4 * H * 4 * H + 4 * H),  # all heads share the inner layer
+    "lookahead_tokens_qwen3_8b": 4 * H,
+    "medusa2_llama31_8b": 687_882_240,  # four heads over 32,768 ids and a LoRA of rank 32 on every linear layer
+    "hydra_llama31_8b": 956_407_808,
+    "distill_llama31_8b": 1_095_782_400,
+}
+SCORED = {
+    "eagle3_llama31_8b": 32000,
+    **dict.fromkeys(("medusa2_llama31_8b", "hydra_llama31_8b", "early_exit_llama31_8b", "distill_llama31_8b"), 32768),
+}
+
+
+def pair_of(name):
+    return next((pair for pair in PUBLISHED if name.endswith(pair)), None)
+
+
+def test_every_kind_has_a_recipe_for_a_pair_on_gpus_and_it_is_counted_here():
+    names = [name for name in shipped_recipes() if pair_of(name)]
+    # A draft model that is loaded from the hub has no configuration here.
+    assert {*OWN, "distill_qwen3_8b"} == set(names)
+    kinds = {(d.kind, getattr(d, "version", None)) for d in (load_recipe(name).drafter for name in shipped_recipes())}
+    assert {(d.kind, getattr(d, "version", None)) for d in (load_recipe(name).drafter for name in names)} == kinds
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_a_dry_run_counts_what_is_published(name):
+    recipe = load_recipe(name)
+    config, total = PUBLISHED[pair_of(name) or ""]
+    target, drafter = parameter_lines(recipe, config)
+    if recipe.drafter.kind != "medusa2":  # whose target holds the adapter too
+        assert target == f"target: {recipe.target.model}, {total:,} parameters"
+    assert drafter.startswith(f"drafter: {recipe.drafter.kind}, {OWN[name]:,} parameters, ")
+    assert drafter.endswith(f" {SCORED.get(name, config.vocab_size):,} ids scored")
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(OWN) if name != "layer_skip_vicuna_7b"])
+def test_it_trains_in_bf16_with_zero_2(name):
+    engine = load_recipe(name).engine
+    assert engine.precision == "bf16"
+    assert engine.deepspeed is not None
+    assert engine.deepspeed["zero_optimization"]["stage"] == 2
