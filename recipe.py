@@ -70,6 +70,7 @@ class DataSection(Section):
     responses: Literal["given", "target"] = "given"
     split: str = "train"  # for dataset ids
     limit: int | None = Field(default=None, ge=1)  # at most this many examples
+    self_share: float = Field(default=0.5, gt=0, lt=1)  # of the prompts, while given ones last beside "self"
     num_self_prompts: int | None = Field(default=None, ge=1)  # for "self" under a budget in steps
     max_length: int = Field(default=1024, ge=2)  # tokens an example, prompt and answer together
     max_prompt_length: int | None = Field(default=None, ge=1)  # longer prompts are dropped; None: half of max_length

@@ -39,6 +39,7 @@ class AnswerSettings(NamedTuple):
     seed: int
     keep_hidden: bool  # store the last hidden states that the answers were predicted from
     prompt_sampling: Sampling | None = None  # of self-written prompts; None: as the answers
+    self_share: float = 0.5  # of a round's prompts, written by the target itself while given ones last
 
 
 class Amount(NamedTuple):
@@ -146,12 +147,17 @@ class _Job:
             return -(-len(self.examples) // self.round_size)
         if self.amount.own_prompts is None:
             return math.inf
-        for_given = -(-len(self.examples) // (self.round_size // 2))
+        for_given = -(-len(self.examples) // self._given_per_round)
         return max(for_given, -(-(len(self.examples) + self.amount.own_prompts) // self.round_size))
 
+    @property
+    def _given_per_round(self) -> int:
+        share = self.settings.self_share if self.own_prompts else 0.0
+        return max(1, self.round_size - round(self.round_size * share))
+
     def given_before(self, rounds: int | float) -> int:
-        """Given prompts in the first `rounds` rounds: half of a round where the target writes the other half."""
-        return int(min(len(self.examples), rounds * (self.round_size // (2 if self.own_prompts else 1))))
+        """Given prompts in the first `rounds` rounds: what the target's own share leaves of each."""
+        return int(min(len(self.examples), rounds * self._given_per_round))
 
     def own_before(self, rounds: int | float) -> int:
         """The target's own prompts in the first `rounds` rounds; what given ones leave of a round."""
@@ -212,7 +218,7 @@ class _Job:
         bar.advance(prompts)
 
     def _conversations(self, number: int, bar: Stage) -> list[_Conversation]:
-        """The prompts of a round: as many given ones as own ones, until the given are used up."""
+        """The prompts of a round: given ones and own ones by their shares, only own ones once the given are used up."""
         given = self.examples[self.given_before(number) : self.given_before(number + 1)]
         first = number * self.round_size
         found = [_Conversation(first + i, list(example.turns), example.system) for i, example in enumerate(given)]

@@ -81,6 +81,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         recipe.seed,
         keep_hidden=data.cache == "hidden" and cached_layers(recipe.drafter, target.num_layers) is None,
         prompt_sampling=None if data.prompt_sampling is None else served_sampling(data.prompt_sampling),
+        self_share=data.self_share,
     )
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")

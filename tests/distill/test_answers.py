@@ -99,8 +99,10 @@ def test_the_target_writes_its_own_prompts_each_once_beside_the_given_ones(targe
 
 @pytest.mark.parametrize("given", [0, 3, 4, 30])
 @pytest.mark.parametrize("own", [1, 8, 13])
-def test_rounds_hold_exactly_what_was_asked_for(target, given, own):
-    job = answers._Job(target, [user(f"{i}") for i in range(given)], True, SETTINGS, Amount(own))
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
+def test_rounds_hold_exactly_what_was_asked_for(target, given, own, share):
+    settings = SETTINGS._replace(self_share=share)
+    job = answers._Job(target, [user(f"{i}") for i in range(given)], True, settings, Amount(own))
     rounds = int(job.most_rounds)
     assert (job.given_before(rounds), job.own_before(rounds)) == (given, own)
     assert job.prompts_before(rounds - 1) < given + own
