@@ -13,7 +13,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ..errors import BadInput
 
 FORMAT = 1
 INDEX = "index.json"
+_STATES = "states_"  # and the layer's number
 
 
 class StoredSequence(NamedTuple):
@@ -61,6 +62,26 @@ class Damage(NamedTuple):
 def hidden_arrays(hidden_size: int, dtype: torch.dtype = torch.float16) -> dict[str, ArraySpec]:
     """Last hidden states: ``hidden`` [rows, hidden_size]."""
     return {"hidden": ArraySpec(dtype, (hidden_size,))}
+
+
+def state_arrays(layers: Iterable[int], hidden_size: int, target_dtype: torch.dtype) -> dict[str, ArraySpec]:
+    """Hidden states of `layers` at every position: ``states_N`` [rows, hidden_size]."""
+    return {state_array(layer): ArraySpec(state_dtype(target_dtype), (hidden_size,)) for layer in layers}
+
+
+def state_dtype(target_dtype: torch.dtype) -> torch.dtype:
+    """What hidden states are stored as. Those of a bf16 target stay bf16: some layers exceed the range of float16."""
+    return torch.bfloat16 if target_dtype == torch.bfloat16 else torch.float16
+
+
+def state_array(layer: int) -> str:
+    """The array that holds the hidden states of `layer` at all positions."""
+    return f"{_STATES}{layer}"
+
+
+def layer_of(array: str) -> int | None:
+    """The layer whose hidden states at all positions `array` holds; None for other arrays."""
+    return int(array.removeprefix(_STATES)) if array.startswith(_STATES) else None
 
 
 def top_k_arrays(top_k: int) -> dict[str, ArraySpec]:

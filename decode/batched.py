@@ -27,6 +27,8 @@ class Generated(NamedTuple):
     # Hidden states that the new tokens were predicted from: of the prompt's last token to the last but one new token.
     hidden: Float[Tensor, "tokens hidden"] | None
     ended: bool  # at an EOS id rather than at the limit
+    # Of the layers asked for, at every position but that of the last new token, which is never read.
+    states: dict[int, Float[Tensor, "positions hidden"]] = {}  # noqa: RUF012 - a NamedTuple's default
 
 
 @dataclass
@@ -35,6 +37,7 @@ class _Row:
     tokens: list[int]
     uniforms: Tensor  # one per token it may emit
     hidden: list[Tensor]
+    states: dict[int, list[Tensor]]  # by layer, in order of position
 
 
 @torch.no_grad()
@@ -48,6 +51,7 @@ def generate_batched(
     batch_size: int = 32,
     seed: int = 0,
     keep_hidden: bool = False,
+    keep_states: Sequence[int] = (),
     indices: Sequence[int] | None = None,
 ) -> Iterator[Generated]:
     """Answer every prompt; rows are yielded as they finish.
@@ -57,6 +61,7 @@ def generate_batched(
         prompts: token ids, at least one each; their own length plus the answer must fit the target's context.
         eos_token_ids: None: the target's own (a draft model has none).
         keep_hidden: also return the last hidden states (after the final norm) that the tokens were predicted from.
+        keep_states: layers whose hidden states are returned too, at all positions (as transformers counts them).
         indices: numbers of the prompts, which their random streams and ``Generated.index`` go by; None: 0, 1, 2, …
     """
     model, kept_ids, ends = target, None, eos_token_ids
@@ -68,18 +73,19 @@ def generate_batched(
     numbers = list(range(len(prompts))) if indices is None else list(indices)
     waiting = list(range(len(prompts)))[::-1]
     slots: list[_Row | None] = [None] * min(batch_size, len(prompts))
-    lm = CachedLM(model, len(slots), (-1,) if keep_hidden else ())
+    lm = CachedLM(model, len(slots), (*((-1,) if keep_hidden else ()), *keep_states))
     newest = torch.zeros(len(slots), 1, dtype=torch.long, device=target.device)
     while waiting or any(slots):
         free = [i for i, row in enumerate(slots) if row is None]
         if waiting and (len(free) >= _refill_at(len(slots)) or len(free) == len(slots)):
             taken = [waiting.pop() for _ in free[: len(waiting)]]
             chosen = free[: len(taken)]
-            _fill(lm, newest, [prompts[i] for i in taken], chosen)
-            for slot, i in zip(chosen, taken, strict=True):
+            read = _fill(lm, newest, [prompts[i] for i in taken], chosen)
+            for place, (slot, i) in enumerate(zip(chosen, taken, strict=True)):
                 generator = torch.Generator().manual_seed(mix(seed, numbers[i]))
                 uniforms = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64)
-                slots[slot] = _Row(numbers[i], [], uniforms, [])
+                of_prompt = {layer: [read[layer][place, : len(prompts[i]) - 1].clone()] for layer in keep_states}
+                slots[slot] = _Row(numbers[i], [], uniforms, [], of_prompt)
         elif not waiting and len(free) > len(slots) // 2:
             slots, newest = _shrink(lm, slots, newest)
         yield from _step(lm, slots, newest, sampling, eos, max_new_tokens, keep_hidden, kept_ids)
@@ -90,14 +96,16 @@ def _refill_at(slots: int) -> int:
     return max(1, slots // 8)
 
 
-def _fill(lm: CachedLM, newest: Tensor, prompts: list[Sequence[int]], slots: list[int]) -> None:
+def _fill(lm: CachedLM, newest: Tensor, prompts: list[Sequence[int]], slots: list[int]) -> dict[int, Tensor]:
+    """Read all but the prompts' last tokens into `slots`; the hidden states that `lm` keeps."""
     width = max(len(prompt) for prompt in prompts) - 1
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     for i, prompt in enumerate(prompts):
         ids[i, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.long)
     at = torch.tensor(slots)
-    lm.prefill(ids.to(newest.device), [len(prompt) - 1 for prompt in prompts], at.to(newest.device))
+    read = lm.prefill(ids.to(newest.device), [len(prompt) - 1 for prompt in prompts], at.to(newest.device))
     newest[at, 0] = torch.tensor([prompt[-1] for prompt in prompts], device=newest.device)
+    return read.hidden_states
 
 
 def _shrink(lm: CachedLM, slots: list[_Row | None], newest: Tensor) -> tuple[list[_Row | None], Tensor]:
@@ -137,8 +145,11 @@ def _step(
         row.tokens.append(token)
         if keep_hidden:
             row.hidden.append(out.hidden_states[-1][slot, 0].clone())
+        for layer, kept in row.states.items():
+            kept.append(out.hidden_states[layer][slot, :1].clone())
         ended = token in eos
         if ended or len(row.tokens) == max_new_tokens:
             slots[slot] = None
             lm.clear_row(slot)
-            yield Generated(row.index, row.tokens, torch.stack(row.hidden) if keep_hidden else None, ended)
+            states = {layer: torch.cat(kept) for layer, kept in row.states.items()}
+            yield Generated(row.index, row.tokens, torch.stack(row.hidden) if keep_hidden else None, ended, states)

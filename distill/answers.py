@@ -15,7 +15,16 @@ import torch
 
 from ..data.chats import encode_prompt, end_of_turn_ids, user_header
 from ..data.sources import Example, examples_hash
-from ..data.store import ArraySpec, Store, StoredSequence, hidden_arrays, open_complete
+from ..data.store import (
+    ArraySpec,
+    Store,
+    StoredSequence,
+    hidden_arrays,
+    open_complete,
+    state_array,
+    state_arrays,
+    state_dtype,
+)
 from ..data.store_writer import StoreWriter
 from ..data.turns import has_template, template_hash
 from ..decode.batched import generate_batched
@@ -40,6 +49,7 @@ class AnswerSettings(NamedTuple):
     keep_hidden: bool  # store the last hidden states that the answers were predicted from
     prompt_sampling: Sampling | None = None  # of self-written prompts; None: as the answers
     self_share: float = 0.5  # of a round's prompts, written by the target itself while given ones last
+    keep_states: tuple[int, ...] = ()  # layers whose hidden states are stored, at all positions but the last
 
 
 class Amount(NamedTuple):
@@ -77,6 +87,7 @@ def write_answers(
         say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included, written before")
         return store
     arrays: dict[str, ArraySpec] = hidden_arrays(target.hidden_size) if settings.keep_hidden else {}
+    arrays |= state_arrays(settings.keep_states, target.hidden_size, target.dtype)
     with StoreWriter(folder, job.fingerprint(), arrays, shard_bytes=2**62, flush_seconds=float("inf")) as writer:
         _write_rounds(job, writer, folder / "rounds.json")
         if not len(writer):
@@ -174,6 +185,8 @@ class _Job:
             "sampling": list(self.settings.sampling),
             "prompt_sampling": None if self.settings.prompt_sampling is None else list(self.settings.prompt_sampling),
         }
+        if not settings["keep_states"]:  # stores that were written before there were any
+            del settings["keep_states"]
         return {
             "target": self.target.name,
             "dtype": str(self.target.dtype),
@@ -281,6 +294,7 @@ class _Job:
             batch_size=self.settings.batch_size,
             seed=self.settings.seed,
             keep_hidden=self.settings.keep_hidden,
+            keep_states=self.settings.keep_states,
             indices=[conversations[i].number + turn * (_PROMPT_STREAM << 1) for i in order],
         )
         by_stream = {conversations[i].number + turn * (_PROMPT_STREAM << 1): i for i in order}
@@ -291,8 +305,11 @@ class _Job:
             text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
             contexts[number].append({"role": "assistant", "content": text})
             room = self.settings.max_length - len(prompts[i])
-            arrays = {} if row.hidden is None else {"hidden": row.hidden[:room]}
             ids = torch.tensor(prompts[i] + row.tokens[:room])
+            arrays = {} if row.hidden is None else {"hidden": row.hidden[:room]}
+            # At once where and as they are stored: a round of them may be larger than the target.
+            dtype = state_dtype(self.target.dtype)
+            arrays |= {state_array(layer): rows[: len(ids)].to("cpu", dtype) for layer, rows in row.states.items()}
             finished.append(StoredSequence(ids, len(prompts[i]), arrays, number))
             bar.advance(1 if turn == 0 else 0, tokens=len(row.tokens))
         # In the order of their numbers, so that the store does not depend on which row finished first.

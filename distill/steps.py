@@ -9,16 +9,16 @@ from torch import Tensor
 from ..data.batches import TokenBatches
 from ..data.encoded_set import EncodedSet
 from ..data.packing import Packed, pack
-from ..data.store import Store
+from ..data.store import Store, layer_of
 from .batch import DistillBatch, distill_batch
 from .chunked_targets import TargetTopK
 from .rollouts import Rollout, RolloutBuffer
-from .teacher_cache import is_teacher_cache, layer_of
+from .teacher_cache import is_teacher_cache
 
 
 class CachedTeacher:
     """Reads cached outputs of the target. Row i of a sequence's arrays belongs to its i-th supervised label, or to its
-    i-th token where the cache holds states of all positions.
+    i-th token where states of all positions are kept.
     """
 
     def __init__(self, store: Store, encoded: EncodedSet, rank_of: Tensor | None = None):
@@ -50,7 +50,8 @@ class CachedTeacher:
                 rows = arrays[name][: placed.length]
                 if layer not in states:
                     states[layer] = rows.new_zeros(*packed.input_ids.shape, rows.shape[-1])
-                states[layer][placed.row, placed.start : placed.start + placed.length] = rows
+                # What the target answered with has none after an answer's last token, which nothing reads.
+                states[layer][placed.row, placed.start : placed.start + len(rows)] = rows
         return {layer: rows.to(device) for layer, rows in states.items()}
 
     def _arrays(self, example: int) -> dict[str, Tensor]:

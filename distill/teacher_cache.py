@@ -14,7 +14,17 @@ from torch import Tensor
 
 from ..data.encoded_set import EncodedSet
 from ..data.packing import Packed, pack
-from ..data.store import ArraySpec, Damage, Store, StoredSequence, bytes_per_row, hidden_arrays, top_k_arrays
+from ..data.store import (
+    ArraySpec,
+    Damage,
+    Store,
+    StoredSequence,
+    bytes_per_row,
+    hidden_arrays,
+    state_array,
+    state_arrays,
+    top_k_arrays,
+)
 from ..data.store_writer import StoreWriter, rebuild
 from ..data.turns import template_hash
 from ..models.target import Target
@@ -24,7 +34,6 @@ from .batch import distill_batch
 from .teacher import Teacher, absolute_layer, all_hidden
 
 Form = Literal["hidden", "topk", "states"]
-_STATES = "states_"  # and the layer's number: the array of a layer's hidden states at all positions
 _ROWS_AT_ONCE = 256  # labels whose logits exist at a time
 _TOKENS_AT_ONCE = 4096
 
@@ -37,15 +46,14 @@ class _Cached(NamedTuple):
     layers: tuple[int, ...]  # as transformers counts hidden states
 
     def arrays(self, target: Target) -> dict[str, ArraySpec]:
-        """What a row holds. States of a bf16 target stay bf16: some layers exceed the range of float16."""
+        """What a row holds."""
         match self.form:
             case "hidden":
                 return hidden_arrays(target.hidden_size)
             case "topk":
                 return top_k_arrays(self.top_k)
             case "states":
-                dtype = torch.bfloat16 if target.dtype == torch.bfloat16 else torch.float16
-                return {f"{_STATES}{layer}": ArraySpec(dtype, (target.hidden_size,)) for layer in self.layers}
+                return state_arrays(self.layers, target.hidden_size, target.dtype)
 
     @property
     def name(self) -> str:
@@ -57,11 +65,6 @@ class _Cached(NamedTuple):
                 return f"top {self.top_k}"
             case "states":
                 return f"states of layers {', '.join(map(str, self.layers))}"
-
-
-def layer_of(array: str) -> int | None:
-    """The layer whose hidden states at all positions `array` holds; None for other arrays."""
-    return int(array.removeprefix(_STATES)) if array.startswith(_STATES) else None
 
 
 def is_teacher_cache(store: Store) -> bool:
@@ -189,7 +192,7 @@ def _split_states(packed: Packed, states: dict[int, Tensor]) -> dict[int, dict[s
     """Every position's rows of a packed batch by example."""
     return {
         placed.example: {
-            f"{_STATES}{layer}": rows[placed.row, placed.start : placed.start + placed.length]
+            state_array(layer): rows[placed.row, placed.start : placed.start + placed.length]
             for layer, rows in states.items()
         }
         for placed in packed.placed

@@ -10,6 +10,7 @@ from ..data.store import Store
 from ..decode.sampling import Sampling
 from ..distill.answers import Amount, AnswerSettings, write_answers
 from ..distill.mixture import parse_mixture
+from ..distill.teacher import absolute_layer
 from ..distill.teacher_cache import cache_teacher
 from ..errors import BadInput
 from ..heads.build import cached_layers
@@ -72,6 +73,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         if data.cache != "none":
             cached = _cache(recipe, target, encoded, folder, examples_hash(examples))
         return TrainingData(encoded, cached)
+    read = cached_layers(recipe.drafter, target.num_layers) if data.cache == "hidden" else None
     settings = AnswerSettings(
         served_sampling(data.sampling),
         data.max_new_tokens,
@@ -79,17 +81,18 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         max_length,
         data.generation_batch,
         recipe.seed,
-        keep_hidden=data.cache == "hidden" and cached_layers(recipe.drafter, target.num_layers) is None,
+        keep_hidden=data.cache == "hidden" and read is None,
         prompt_sampling=None if data.prompt_sampling is None else served_sampling(data.prompt_sampling),
         self_share=data.self_share,
+        keep_states=tuple(dict.fromkeys(absolute_layer(layer, target.num_layers) for layer in read or ())),
     )
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
     encoded = encode_answers(store)
-    if data.cache == "none" or settings.keep_hidden:
-        return TrainingData(encoded, store if settings.keep_hidden else None)
-    data_hash = store.fingerprint["prompts"] + str(len(store))
-    return TrainingData(encoded, _cache(recipe, target, encoded, folder, data_hash))
+    if data.cache == "topk":
+        data_hash = store.fingerprint["prompts"] + str(len(store))
+        return TrainingData(encoded, _cache(recipe, target, encoded, folder, data_hash))
+    return TrainingData(encoded, None if data.cache == "none" else store)
 
 
 def _cache(recipe: Recipe, target: Target, encoded: EncodedSet, folder: Path, data_hash: str) -> Store:

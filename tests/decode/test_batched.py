@@ -97,6 +97,22 @@ def test_kept_hidden_states_are_those_that_the_tokens_were_predicted_from(family
         torch.testing.assert_close(row.hidden, expected[0, len(prompts[i]) - 1 : -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_states_are_those_of_every_position_but_the_last(family, prompts, request):
+    """In slots that are refilled, with the hidden states of the answers beside them or without."""
+    target = as_target(request.getfixturevalue(family)(layers=3))
+    asked = {"batch_size": 3, "sampling": SAMPLED, "eos_token_ids": [5, 17, 40], "keep_states": (0, 2, 3)}
+    found, both = answers(target, prompts, **asked), answers(target, prompts, keep_hidden=True, **asked)
+    for i, row in found.items():
+        ids = torch.tensor([prompts[i] + row.tokens])
+        expected = target.model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        assert set(row.states) == {0, 2, 3}
+        for layer, states in row.states.items():
+            torch.testing.assert_close(states, expected[layer][0, :-1], rtol=1e-4, atol=1e-4)
+        assert row.hidden is None
+        torch.testing.assert_close(both[i].hidden, row.states[3][len(prompts[i]) - 1 :], rtol=1e-4, atol=1e-4)
+
+
 def test_a_draft_model_writes_with_the_ids_that_it_scores(tiny_llama, prompts):
     model, kept = tiny_llama(), torch.arange(0, 64, 5)
     found = answers(cut_vocabulary(model, kept), prompts, batch_size=4)

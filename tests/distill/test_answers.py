@@ -9,11 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draftsmith.data.chats import encode_response
+from draftsmith.data.encoded_set import EncodedSet
+from draftsmith.data.packing import pack
 from draftsmith.data.sources import Example
 from draftsmith.data.store import Store
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill import answers
 from draftsmith.distill.answers import Amount, AnswerSettings, write_answers
+from draftsmith.distill.batch import distill_batch
+from draftsmith.distill.steps import CachedTeacher
+from draftsmith.distill.teacher import Teacher, all_hidden
 from draftsmith.errors import BadInput
 from draftsmith.models.target import load_target
 from draftsmith.progress import stage
@@ -244,6 +250,25 @@ def test_stored_hidden_states_are_those_that_the_answers_were_predicted_from(tar
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)  # kept as float16
 
 
+def test_stored_states_train_like_those_of_a_pass_over_the_answers(target, tmp_path):
+    """Read in batches: everywhere but after an answer's last token they are what the target computes over the text."""
+    settings = SETTINGS._replace(keep_states=(1, target.num_layers))
+    store = write_answers(target, questions(4), True, settings, SELF, tmp_path)
+    encoded = EncodedSet.collect(
+        (i, encode_response(s.input_ids.tolist(), s.prompt_length)) for i, s in enumerate(store)
+    )
+    packed = pack([encoded[i] for i in range(len(encoded))], 64, numbers=list(range(len(encoded))))
+    batch = distill_batch(packed, target.device, CachedTeacher(store, encoded).outputs(packed, target.device))
+    expected = all_hidden(Teacher(target), batch, settings.keep_states)
+    read = torch.nn.functional.pad(batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1], (0, 1)) & (
+        batch.segment_ids >= 0
+    )
+    assert isinstance(batch.teacher, dict)
+    for layer in settings.keep_states:
+        assert len(store[0].arrays[f"states_{layer}"]) == len(store[0].input_ids) - 1
+        torch.testing.assert_close(batch.teacher[layer][read].float(), expected[layer][read], rtol=2e-3, atol=4e-3)
+
+
 def test_answers_do_not_depend_on_the_slot_they_were_written_in(target, tmp_path):
     """Other neighbours, another order of finishing; a prompt's number alone decides its random stream."""
     both = write_answers(target, questions(4), False, SETTINGS, Amount(), tmp_path / "all")
@@ -252,13 +277,14 @@ def test_answers_do_not_depend_on_the_slot_they_were_written_in(target, tmp_path
 
 
 def test_answers_are_cut_to_max_length_with_their_hidden_states(target, tmp_path):
-    settings = SETTINGS._replace(max_length=34, max_new_tokens=60, keep_hidden=True)
+    settings = SETTINGS._replace(max_length=34, max_new_tokens=60, keep_hidden=True, keep_states=(1,))
     store = write_answers(target, questions(4), False, settings, Amount(), tmp_path)
     whole = write_answers(target, questions(4), False, settings._replace(max_length=90), Amount(), tmp_path / "whole")
     for cut, long in zip(store, whole, strict=True):
         assert len(cut.input_ids) <= 34
         assert cut.input_ids.tolist() == long.input_ids[:34].tolist()
         assert len(cut.arrays["hidden"]) == len(cut.input_ids) - cut.prompt_length
+        assert len(cut.arrays["states_1"]) in (len(cut.input_ids) - 1, len(cut.input_ids))
 
 
 def test_a_target_without_a_template_continues_plain_text(chat_folder, tmp_path):
