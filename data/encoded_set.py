@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import BadInput
@@ -26,6 +27,8 @@ class EncodedSet(Sequence[Encoded]):
     num_truncated: int = 0  # items that were cut
     num_dropped: int = 0  # examples without a supervised token after cutting
     max_length: int | None = None
+    # float64 [vocab]: how often the target means to say every id, where that is known; None: count the labels
+    expected_counts: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._starts = np.concatenate([[0], np.cumsum(self.lengths)])

@@ -165,7 +165,9 @@ def _from_target(init: DrafterInit, target: Target, encoded: EncodedSet):
 
 
 def kept_ids(size: int, target: Target, encoded: EncodedSet) -> Int[Tensor, "kept"]:
-    """The ids of a cut vocabulary: the most frequent labels, and those that end an answer.
+    """The ids of a cut vocabulary: the most frequent ones, and those that end an answer.
+
+    Frequencies are the target's expected counts where the set knows them, else the labels' counts.
 
     Raises:
         BadInput: the target has fewer ids.
@@ -174,7 +176,9 @@ def kept_ids(size: int, target: Target, encoded: EncodedSet) -> Int[Tensor, "kep
         return torch.arange(size, device="meta")
     if size > target.vocab_size:
         raise BadInput(f"drafter.vocabulary: {size} ids, the target has {target.vocab_size}")
-    counts = count_tokens([encoded.ids[encoded.mask].tolist()], target.vocab_size)
+    counts = encoded.expected_counts
+    if counts is None:
+        counts = count_tokens([encoded.ids[encoded.mask].tolist()], target.vocab_size)
     return choose_vocabulary(counts, size, always=target.eos_token_ids)
 
 

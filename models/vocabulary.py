@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import BadInput
@@ -136,11 +136,14 @@ def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> Int[T
     return counts
 
 
-def choose_vocabulary(counts: Int[Tensor, "vocab"], size: int, always: Iterable[int] = ()) -> Int[Tensor, "kept"]:
+def choose_vocabulary(
+    counts: Int[Tensor, "vocab"] | Float[Tensor, "vocab"], size: int, always: Iterable[int] = ()
+) -> Int[Tensor, "kept"]:
     """The `size` ids that a draft model shall score: `always` (end-of-sequence, special ids), then the most frequent.
 
     Ties go to the lower id, and so do places that ids seen at least once cannot fill: in merge-based vocabularies lower
-    ids are the more frequent ones. ``counts[i]`` says how often id i occurs, see :func:`count_tokens`.
+    ids are the more frequent ones. ``counts[i]`` says how often id i occurs, see :func:`count_tokens`, or how often
+    it is expected to.
 
     Returns:
         The kept ids in increasing order.

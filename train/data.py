@@ -9,6 +9,7 @@ from ..data.sources import Example, examples_hash, read_examples
 from ..data.store import Store
 from ..decode.sampling import Sampling
 from ..distill.answers import Amount, AnswerSettings, write_answers
+from ..distill.id_frequencies import expected_counts_in
 from ..distill.mixture import parse_mixture
 from ..distill.teacher import absolute_layer
 from ..distill.teacher_cache import cache_teacher
@@ -89,6 +90,8 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
     encoded = encode_answers(store)
+    if settings.keep_hidden and getattr(recipe.drafter, "vocabulary", None) is not None:
+        encoded.expected_counts = expected_counts_in(folder / "expected_counts.safetensors", target, store)
     if data.cache == "topk":
         data_hash = store.fingerprint["prompts"] + str(len(store))
         return TrainingData(encoded, _cache(recipe, target, encoded, folder, data_hash))
