@@ -2,6 +2,7 @@
 
 import pytest
 from transformers import LlamaConfig, Qwen3Config
+from transformers.configuration_utils import PreTrainedConfig
 
 from draftsmith.recipe_io import load_recipe, shipped_recipes
 from draftsmith.train.dry_run import parameter_lines
@@ -26,8 +27,11 @@ QWEN3_8B = Qwen3Config(
     num_key_value_heads=8,
     head_dim=128,
 )
-PUBLISHED = {"vicuna_7b": (VICUNA_7B, 6_738_415_616), "llama31_8b": (LLAMA_31_8B, 8_030_261_248)}
-PUBLISHED["qwen3_8b"] = (QWEN3_8B, 8_190_735_360)
+PUBLISHED: dict[str, tuple[PreTrainedConfig, int]] = {
+    "vicuna_7b": (VICUNA_7B, 6_738_415_616),
+    "llama31_8b": (LLAMA_31_8B, 8_030_261_248),
+    "qwen3_8b": (QWEN3_8B, 8_190_735_360),
+}
 
 H = 4096
 # Of the drafter alone. Medusa-1 with five heads: 0.74 B. EAGLE for Vicuna-7B: 0.24 B. EAGLE-3 for Llama-3.1-8B: 0.42 B, an
