@@ -10,12 +10,12 @@ DEMO ?= runs/demo-$(MINUTES)min
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TARGET := smollm2-135m-instruct
-BENCHES := $(filter-out bench/results.py bench/gpu_check.py bench/_%,$(wildcard bench/*.py))
+BENCHES := $(filter-out bench/results.py bench/heads.py bench/gpu_check.py bench/_%,$(wildcard bench/*.py))
 # The evaluation keeps to its share of the budget by its number of prompts; the file's order is balanced over categories.
 LIMIT ?= $(shell awk 'BEGIN { n = int(3.6 * $(MINUTES)); print (n < 12 ? 12 : n) }')
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check bench results gpu-check clean
+.PHONY: help install demo test lint check bench results results-heads gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make check                test, ruff, pyright'
 	@echo 'make bench                decoding, losses and data generation against their marks'
 	@echo 'make results              the tables of docs/results.md'
+	@echo 'make results-heads        its table of all kinds of drafters at an equal training budget'
 	@echo 'make gpu-check            training, resuming and decoding in bf16 on CUDA'
 	@echo 'make clean                remove the environment and build products; runs/ and downloads stay'
 
@@ -61,6 +62,9 @@ bench: install
 
 results: install
 	$(BIN)/python bench/results.py
+
+results-heads: install
+	$(BIN)/python bench/heads.py
 
 gpu-check: install
 	$(BIN)/python bench/gpu_check.py

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,9 +114,23 @@ def ordering(claim: str, better: Sequence[str], worse: str, rows: Sequence[Measu
     return f"- {claim}: **{verdict}** ({mine.name} minus {other.name}: {ahead.signed})."
 
 
-def write_page(path: Path, lines: Sequence[str]) -> None:
-    """Write beside the file and rename."""
+def write_section(path: Path, lines: Sequence[str]) -> None:
+    """Write a section of the page, in the place of the one with the same heading: `lines` begin with it (``# …``).
+
+    The file is written beside the page and renamed.
+    """
+    assert lines[0].startswith("# ")
+    page = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    starts = [i for i, line in enumerate(page) if line.startswith("# ")]
+    sections = [page[start:end] for start, end in pairwise([*starts, len(page)])]
+    headings = [section[0] for section in sections]
+    new = [*lines, ""]
+    if lines[0] in headings:
+        sections[headings.index(lines[0])] = new
+    else:
+        sections.append(new)
+    text = "\n".join([*page[: starts[0] if starts else 0], *(line for section in sections for line in section)])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
     os.replace(partial, path)

@@ -117,10 +117,14 @@ def train(sweep: Sweep, overrides: Sequence[str], folder: Path, seed: int) -> Ou
         sweep = replace(sweep, steps=written["steps"], minutes=written["minutes"] or sweep.minutes)
     else:
         _borrow_data(sweep, overrides, folder, seed)
+    return run_recipe("distill_smollm2", sweep.recipe(overrides, folder, seed), folder)
+
+
+def run_recipe(recipe: str, overrides: Sequence[str], folder: Path) -> Outcome:
+    """Train `recipe` in a process of its own; a run that was interrupted goes on."""
     folder.mkdir(parents=True, exist_ok=True)
     print(f"training {folder}", flush=True)
-    command = [sys.executable, "-m", "draftsmith", "train", "distill_smollm2"]
-    command += [*sweep.recipe(overrides, folder, seed), "--resume"]
+    command = [sys.executable, "-m", "draftsmith", "train", recipe, *overrides, "--resume"]
     log = folder / "log.txt"
     with log.open("a") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
@@ -164,7 +168,7 @@ class HeldOut:
             )
             tokens = {row.index: row.tokens for row in rows}
             known = {"settings": self.settings, "prompts": prompts, "tokens": [tokens[i] for i in range(len(prompts))]}
-            _write(file, known)
+            write_json(file, known)
         return zip(known["prompts"], known["tokens"], strict=True)
 
     def measure(self, run: Path) -> dict[str, Any]:
@@ -182,11 +186,12 @@ class HeldOut:
             "agreement": [float(one.agreement.sum()) for one in scores],
             "positions": [len(one.alpha) for one in scores],
         }
-        _write(file, known)
+        write_json(file, known)
         return known
 
 
-def _write(file: Path, data: Any) -> None:
+def write_json(file: Path, data: Any) -> None:
+    """Write beside the file and rename."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(json.dumps(data))
     os.replace(partial, file)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from _common import DEMO_TARGET, begin
-from _results_page import Measured, best_of, ordering, table, winner, write_page
+from _results_page import Measured, best_of, ordering, table, winner, write_section
 from _sweep import LOSSES, SOURCES, HeldOut, Outcome, Row, Sweep, train_rows
 
 from draftsmith.errors import BadInput
@@ -135,7 +135,7 @@ def run(sweep: Sweep, options: argparse.Namespace) -> int:
     lines = page(sweep, options, sources, losses)
     if failed:
         lines += ["", "Runs that failed:", "", *failed]
-    write_page(options.out, lines)
+    write_section(options.out, lines)
     print("\n".join(lines))
     return 1 if failed else 0
 

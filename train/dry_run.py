@@ -1,7 +1,7 @@
 """`draftsmith train --dry-run`: the resolved recipe, what it would train and on how much data. No weights are loaded."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,7 +50,26 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
 
 
+class Parameters(NamedTuple):
+    """What a run holds."""
+
+    target: int
+    drafter: int  # of its own: what it shares with a frozen target does not count
+    trained: int
+    num_scored: int  # ids that the drafter can propose
+
+
 def parameter_lines(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = None) -> list[str]:
+    """Parameters of target and drafter, in words."""
+    found = count_parameters(recipe, config, tokenizer)
+    return [
+        f"target: {recipe.target.model}, {found.target:,} parameters",
+        f"drafter: {recipe.drafter.kind}, {found.drafter:,} parameters, {found.trained:,} of them trained, "
+        f"{found.num_scored:,} ids scored",
+    ]
+
+
+def count_parameters(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = None) -> Parameters:
     """Parameters of target and drafter, counted on the meta device, where tensors have shapes and no contents."""
     target = on_meta(recipe.target.model, config, tokenizer)
     served = served_sampling(recipe.evaluate.sampling)
@@ -60,10 +79,7 @@ def parameter_lines(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = N
     trained = sum(parameter.numel() for parameter in built.objective.parameters() if parameter.requires_grad)
     own = sum(parameter.numel() for parameter in built.objective.parameters())
     total = sum(parameter.numel() for parameter in target.model.parameters())
-    return [
-        f"target: {recipe.target.model}, {total:,} parameters",
-        f"drafter: {recipe.drafter.kind}, {own:,} parameters, {trained:,} of them trained, {num_scored:,} ids scored",
-    ]
+    return Parameters(total, own, trained, num_scored)
 
 
 def on_meta(name: str, config: PreTrainedConfig, tokenizer: Any = None) -> Target:
