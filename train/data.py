@@ -90,7 +90,8 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
     encoded = encode_answers(store)
-    if settings.keep_hidden and getattr(recipe.drafter, "vocabulary", None) is not None:
+    kept = settings.keep_hidden or settings.keep_states
+    if kept and getattr(recipe.drafter, "vocabulary", None) is not None:
         encoded.expected_counts = expected_counts_in(folder / "expected_counts.safetensors", target, store)
     if data.cache == "topk":
         data_hash = store.fingerprint["prompts"] + str(len(store))

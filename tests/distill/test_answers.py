@@ -18,6 +18,7 @@ from draftsmith.decode.sampling import Sampling
 from draftsmith.distill import answers
 from draftsmith.distill.answers import Amount, AnswerSettings, write_answers
 from draftsmith.distill.batch import distill_batch
+from draftsmith.distill.id_frequencies import expected_counts
 from draftsmith.distill.steps import CachedTeacher
 from draftsmith.distill.teacher import Teacher, all_hidden
 from draftsmith.errors import BadInput
@@ -267,6 +268,15 @@ def test_stored_states_train_like_those_of_a_pass_over_the_answers(target, tmp_p
     for layer in settings.keep_states:
         assert len(store[0].arrays[f"states_{layer}"]) == len(store[0].input_ids) - 1
         torch.testing.assert_close(batch.teacher[layer][read].float(), expected[layer][read], rtol=2e-3, atol=4e-3)
+
+
+def test_expected_counts_are_the_same_of_either_kind_of_states(target, tmp_path):
+    ways = ({"keep_hidden": True}, {"keep_states": (1, target.num_layers)})
+    stores = [
+        write_answers(target, questions(4), True, SETTINGS._replace(**way), SELF, tmp_path / str(way)) for way in ways
+    ]
+    counts = [expected_counts(target, store) for store in stores]
+    torch.testing.assert_close(counts[0], counts[1], rtol=1e-3, atol=1e-3)
 
 
 def test_answers_do_not_depend_on_the_slot_they_were_written_in(target, tmp_path):
