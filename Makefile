@@ -10,12 +10,14 @@ DEMO ?= runs/demo-$(MINUTES)min
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TARGET := smollm2-135m-instruct
-BENCHES := $(filter-out bench/results.py bench/heads.py bench/gpu_check.py bench/_%,$(wildcard bench/*.py))
+# The environment of what draftsmith's distillation is compared with; `bench` compares where it exists.
+TRL ?= .venv-trl
+BENCHES := $(filter-out bench/results.py bench/heads.py bench/gpu_check.py bench/trl_gkd.py bench/_%,$(wildcard bench/*.py))
 # The evaluation keeps to its share of the budget by its number of prompts; the file's order is balanced over categories.
 LIMIT ?= $(shell awk 'BEGIN { n = int(3.6 * $(MINUTES)); print (n < 12 ? 12 : n) }')
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check bench results results-heads gpu-check clean
+.PHONY: help install demo test lint check bench bench-trl results results-heads gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +26,7 @@ help:
 	@echo 'make test                 the test suite'
 	@echo 'make check                test, ruff, pyright'
 	@echo 'make bench                decoding, losses and data generation against their marks'
+	@echo 'make bench-trl            distillation side by side with trl (installed into $(TRL))'
 	@echo 'make results              the tables of docs/results.md'
 	@echo 'make results-heads        its table of all kinds of drafters at an equal training budget'
 	@echo 'make gpu-check            training, resuming and decoding in bf16 on CUDA'
@@ -59,6 +62,11 @@ check: test lint
 
 bench: install
 	@set -e; for script in $(BENCHES); do echo "== $$script"; $(BIN)/python $$script; done
+	@if test -x $(TRL)/bin/python; then $(BIN)/python bench/trl_gkd.py --environment $(TRL); \
+		else echo "bench/trl_gkd.py: left out, make bench-trl installs what it compares with"; fi
+
+bench-trl: install
+	$(BIN)/python bench/trl_gkd.py --environment $(TRL) --install
 
 results: install
 	$(BIN)/python bench/results.py
