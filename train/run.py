@@ -105,7 +105,7 @@ def _run_loop(
     steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
-    fix = partial(_budget, recipe, folder, data, steps, built, held_out)
+    fix = partial(_budget, recipe, folder, data, steps, built, held_out, engine)
     budget = engine.share(_on_main(engine, fix))
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
@@ -196,6 +196,7 @@ def _budget(
     steps: StepSource,
     built: Trainable,
     held_out: HeldOut | None,
+    engine: Engine,
 ) -> Budget:
     objective = built.objective
 
@@ -211,7 +212,8 @@ def _budget(
             objective.zero_grad(set_to_none=True)
 
         # The optimizer itself is small beside forward and backward; a tenth is kept for it and for checkpoints.
-        return 1.1 * timed(passes, repeats=3)
+        with fast_products(engine.device):  # as the engine's own passes
+            return 1.1 * timed(passes, repeats=3)
 
     def seconds_an_evaluation() -> float:
         assert held_out is not None
