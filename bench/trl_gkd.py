@@ -65,14 +65,15 @@ def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
 
 def answered(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Whole batches of prompts with the target's answers, as text and as token ids."""
+    tokenizer: Any = target.tokenizer
     room = options.length - options.answer_tokens
     found: list[tuple[str, list[int]]] = []
     for example in read_examples("shipped"):
-        ids = encode_prompt(target.tokenizer, example.turns[:1])
+        ids = encode_prompt(tokenizer, example.turns[:1])
         if len(ids) <= room and len(found) < options.limit:
             messages = [{"role": "user", "content": example.turns[0]}]
-            text = render(target.tokenizer, messages, add_generation_prompt=True)
-            assert target.tokenizer(text).input_ids == ids  # as trl will read it
+            text = render(tokenizer, messages, add_generation_prompt=True)
+            assert tokenizer(text).input_ids == ids  # as trl will read it
             found.append((text, ids))
     prompts = [ids for _, ids in found[: len(found) // options.batch_size * options.batch_size]]
     written = generate_batched(
