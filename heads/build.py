@@ -90,7 +90,7 @@ def build_trainable(
             made = heads_in_training(config, objective, target, kept, served)
             outputs = made.objective.heads.outputs
             write = partial(save_heads, config, made, target)
-            fit = made.objective.fit if isinstance(config, HydraDrafter) else None
+            fit = made.objective.fit if made.objective.can_be_fitted else None
             return Trainable(made.objective, made.drafter, write, outputs.num_scored, outputs.rows_of_ids(), fit=fit)
         case EagleDrafter():
             kept = None if config.vocabulary is None else kept_ids(config.vocabulary, target, encoded)

@@ -113,28 +113,44 @@ class HeadsObjective(nn.Module):
         self._calls += self.training
         return LossSums(total, batch.supervised, metrics)
 
+    @property
+    def can_be_fitted(self) -> bool:
+        """Whether heads have a linear map that can be solved for: Hydra's own, or projections of their own."""
+        return isinstance(self.heads.trunk, HydraTrunk) or self.heads.outputs.projection == "own"
+
     @torch.no_grad()
     def fit(self, batches: Iterable[DistillBatch], max_labels: int = 32768) -> float:
-        """Solve for the linear maps of Hydra's heads, by ridge regression on the target's hidden states where the tokens are
-        predicted: what the target's projection reads there is what a head's projection should. Some thousand labels do.
+        """Solve for a linear map of every head, by ridge regression on the target's hidden states where the tokens are
+        predicted: what the target's projection reads there is what a head's projection should. Hydra's maps are its own;
+        of other heads they are folded into projections of their own. Some thousand labels do.
 
         Returns the share of the variance of the hidden states that head 0's map explains.
         """
-        trunk = self.heads.trunk
-        assert isinstance(trunk, HydraTrunk)
-        fits = [RidgeFit(trunk.linear(head).in_features) for head in range(self.heads.num_heads)]
+        trunk, outputs = self.heads.trunk, self.heads.outputs
+        fits: list[RidgeFit] = []
         labels = 0
         for batch in batches:
             original, hidden = self._read(batch)
             prepared = self.heads.prepare(hidden)
             for head, (sources, ahead) in enumerate(self.pairs(batch)):
-                read = trunk.read(prepared[sources], self._seen(batch, sources, head))
+                seen = self._seen(batch, sources, head)
+                if isinstance(trunk, HydraTrunk):
+                    read, constant = trunk.read(prepared[sources], seen), True
+                else:
+                    read, constant = self.heads.states(head, prepared[sources], seen), False
+                if head == len(fits):
+                    fits.append(RidgeFit(read.shape[-1], constant))
                 fits[head].add(read, original[ahead])
             labels += len(batch.labels)
             if labels >= max_labels:
                 break
-        explained = [fit.into(trunk.linear(head)) for head, fit in enumerate(fits)]
-        return explained[0]
+        explained = []
+        for head, fit in enumerate(fits):
+            if isinstance(trunk, HydraTrunk):
+                explained.append(fit.into(trunk.linear(head)))
+            elif fit.count:
+                explained.append(outputs.take_projection(head, fit))
+        return explained[0] if explained else 0.0
 
     def pairs(self, batch: DistillBatch) -> Iterator[tuple[Int[Tensor, "n"], Int[Tensor, "n"]]]:
         """For every head: labels whose predictor a hidden state is taken from, and the labels that are guessed from there."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..distill.chunked import DraftHead
 from ..models.head import OutputHead, split
 from ..models.target import Target
+from .ridge import RidgeFit
 
 Projection = Literal["shared", "own", "low_rank"]
 
@@ -87,6 +88,13 @@ class HeadOutputs(nn.Module):
             down, up = _linear(self.downs, head), _linear(self.ups, head)
             product = product + up(down(hidden.to(down.weight.dtype)))
         return self.base.transform(product)
+
+    @torch.no_grad()
+    def take_projection(self, head: int, fit: RidgeFit) -> float:
+        """Make a head's own projection the target's after the map that was fitted; the share that the map explains."""
+        weight, explained = fit.folded(self.base.weight)
+        _linear(self.lm_heads, head).weight.copy_(weight)
+        return explained
 
     def to_target_ids(self, choice: Tensor) -> Tensor:
         """Rows of the projections as ids of the target."""

@@ -38,6 +38,36 @@ def test_every_head_starts_as_the_targets_own_output(output, family, request, la
         torch.testing.assert_close(logits, out.logits)
 
 
+@pytest.mark.parametrize("vocabulary", [None, 20])
+def test_projections_of_their_own_start_fitted(vocabulary, tiny_llama, lab):
+    target = as_target(tiny_llama(seed=3))
+    batch = lab.batch_of(lab.greedy_rows(target, 40, 24), length=54)
+    made = lab.prepared(MedusaDrafter(num_heads=2, output="own", vocabulary=vocabulary), target)
+    before = lab.figures(made, batch)
+    explained = made.objective.fit([batch, batch])
+    after = lab.figures(made, batch)
+    assert after["heads/0/loss"] < before["heads/0/loss"]
+    assert after["heads/1/loss"] < before["heads/1/loss"]
+    outputs = made.objective.heads.outputs
+    original, _ = made.objective._read(batch)
+    sources, labels = next(made.objective.pairs(batch))
+    x, y = original[sources].double(), original[labels].double()
+    gram = x.T @ x
+    mapping = torch.linalg.solve(gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram)), x.T @ y)
+    expected = outputs.base.weight.double() @ mapping.T
+    torch.testing.assert_close(outputs.lm_heads[0].weight.double(), expected, rtol=1e-3, atol=1e-4)
+    spread = (y - y.mean(0)).square().sum()
+    assert explained == pytest.approx(float(1 - (y - x @ mapping).square().sum() / spread), abs=1e-3)
+    assert not made.objective.heads.trunk.blocks[0].layers[0].weight.any()
+
+
+def test_only_what_can_be_solved_for_is_fitted(tiny_llama, lab):
+    target = as_target(tiny_llama())
+    fitted = {output: lab.prepared(MedusaDrafter(output=output), target).objective for output in ("own", "shared")}
+    assert fitted["own"].can_be_fitted
+    assert not fitted["shared"].can_be_fitted
+
+
 @pytest.mark.parametrize("output", ["shared", "own", "low_rank"])
 def test_the_loss_and_the_decoder_read_the_same_logits(output, tiny_llama, lab):
     """The projection that the chunked loss multiplies by, against the one that decoding uses."""
