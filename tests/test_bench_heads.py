@@ -29,6 +29,7 @@ TOY = [
         "data.max_new_tokens=24",
         "engine.tokens_per_step=256",
         "early_exit:drafter.exit_layer=1",
+        "model:drafter.init={layers: [0, 1]}",
     ),
     *("layer_skip:drafter.calibration_tokens=64", "layer_skip:drafter.calibration_prompts=1"),
     *("layer_skip:drafter.calibration_new_tokens=4", "medusa2:drafter.lora.rank=2"),
