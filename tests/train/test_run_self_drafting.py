@@ -4,8 +4,6 @@ import json
 import signal
 
 import pytest
-import torch
-from transformers import LlamaConfig, Qwen3Config
 
 from draftsmith.errors import BadInput
 from draftsmith.eval.options import EvalOptions
@@ -14,7 +12,6 @@ from draftsmith.heads import load_drafter
 from draftsmith.heads.layer_skip_search import LayerSkipSearch
 from draftsmith.models.target import load_target
 from draftsmith.recipe import Recipe
-from draftsmith.train.dry_run import parameter_lines
 from draftsmith.train.logs import read_metrics
 from draftsmith.train.run import train
 
@@ -153,48 +150,3 @@ def test_what_a_search_found_is_loaded_again(start, chat_folder):
     assert list(drafter.skipped.attention) == config["skip_attention"]  # type: ignore[attr-defined]
     assert config["search"]["trials"] == 8
     assert config["search"]["finalists"]
-
-
-LLAMA_31_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
-QWEN3_8B = Qwen3Config(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-)
-ATTENTION = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096  # and a norm
-
-
-@pytest.mark.parametrize(
-    ("drafter", "config", "own", "scored"),
-    [
-        ({"kind": "early_exit", "exit_layer": 3, "adapter": "attention"}, LLAMA_31_8B, ATTENTION, 128256),
-        (
-            {"kind": "early_exit", "exit_layer": 3, "vocabulary": 32768},
-            LLAMA_31_8B,
-            ATTENTION + 3 * 4096 * 14336 + 4096,
-            32768,
-        ),
-        ({"kind": "early_exit", "exit_layer": 3, "adapter": "none"}, LLAMA_31_8B, 0, 128256),
-        (SKIPPING, LLAMA_31_8B, 0, 128256),
-        ({"kind": "lookahead_tokens", "num_tokens": 4}, QWEN3_8B, 4 * 4096, 151936),
-    ],
-    ids=["attention", "block", "none", "skip", "lookahead"],
-)
-def test_a_dry_run_counts_what_would_be_trained(drafter, config, own, scored, chat_folder, tmp_path):
-    """On the meta device, where tensors have shapes and no contents."""
-    recipe = a_recipe(drafter, {}, tmp_path, chat_folder)
-    target, line = parameter_lines(recipe, config)
-    assert ("8,030,261,248" if config is LLAMA_31_8B else "8,190,735,360") in target
-    assert f", {own:,} parameters, {own:,} of them trained, {scored:,} ids scored" in line
-    assert torch.get_default_device().type == "cpu"

@@ -1,9 +1,11 @@
 """Shipped recipes for real pairs on GPUs: `--dry-run` builds the architectures and counts what is published of them."""
 
 import pytest
+import torch
 from transformers import LlamaConfig, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 
+from draftsmith.recipe import Recipe
 from draftsmith.recipe_io import load_recipe, shipped_recipes
 from draftsmith.train.dry_run import parameter_lines
 
@@ -85,3 +87,39 @@ def test_it_trains_in_bf16_with_zero_2(name):
     assert engine.precision == "bf16"
     assert engine.deepspeed is not None
     assert engine.deepspeed["zero_optimization"]["stage"] == 2
+
+
+ATTENTION = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096  # and a norm
+
+
+@pytest.mark.parametrize(
+    ("drafter", "config", "own", "scored"),
+    [
+        ({"kind": "early_exit", "exit_layer": 3, "adapter": "attention"}, LLAMA_31_8B, ATTENTION, 128256),
+        (
+            {"kind": "early_exit", "exit_layer": 3, "vocabulary": 32768},
+            LLAMA_31_8B,
+            ATTENTION + 3 * 4096 * 14336 + 4096,
+            32768,
+        ),
+        ({"kind": "early_exit", "exit_layer": 3, "adapter": "none"}, LLAMA_31_8B, 0, 128256),
+        ({"kind": "layer_skip", "num_speculative_tokens": 2}, LLAMA_31_8B, 0, 128256),
+        ({"kind": "lookahead_tokens", "num_tokens": 4}, QWEN3_8B, 4 * 4096, 151936),
+    ],
+    ids=["attention", "block", "none", "skip", "lookahead"],
+)
+def test_a_dry_run_counts_what_would_be_trained(drafter, config, own, scored):
+    """On the meta device, where tensors have shapes and no contents."""
+    recipe = Recipe.model_validate(
+        {
+            "target": {"model": "a pair's target", "dtype": "float32"},
+            "drafter": drafter,
+            "data": {"prompts": "shipped", "responses": "target"},
+            "engine": {"steps": 8},
+            "output": "unused",
+        }
+    )
+    target, line = parameter_lines(recipe, config)
+    assert ("8,030,261,248" if config is LLAMA_31_8B else "8,190,735,360") in target
+    assert f", {own:,} parameters, {own:,} of them trained, {scored:,} ids scored" in line
+    assert torch.get_default_device().type == "cpu"
