@@ -185,8 +185,6 @@ class _Job:
             "sampling": list(self.settings.sampling),
             "prompt_sampling": None if self.settings.prompt_sampling is None else list(self.settings.prompt_sampling),
         }
-        if not settings["keep_states"]:  # stores that were written before there were any
-            del settings["keep_states"]
         return {
             "target": self.target.name,
             "dtype": str(self.target.dtype),
