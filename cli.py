@@ -104,6 +104,7 @@ def evaluate(
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Decode and measure time, or alpha only.")] = True,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for report.json and report.html.")] = None,
     dtype: options.Dtype = "auto",
+    drafter_dtype: options.DrafterDtype = "target",
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
@@ -145,6 +146,7 @@ def audit(
     backend: options.Backend = "auto",
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
+    drafter_dtype: options.DrafterDtype = "target",
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
@@ -201,6 +203,7 @@ def generate(
     backend: options.Backend = "auto",
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
+    drafter_dtype: options.DrafterDtype = "target",
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:

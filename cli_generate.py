@@ -31,7 +31,7 @@ def stream(options: GenerateOptions) -> None:
     target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
     if target.tokenizer is None:
         raise BadInput(f"{options.target}: has no tokenizer, so it cannot take a text")
-    drafter = None if options.drafter is None else load_drafter(options.drafter, target)
+    drafter = None if options.drafter is None else load_drafter(options.drafter, target, options.drafter_dtype)
     backend = use_backend(target.model, cast(Backend, options.backend))
     if (module := getattr(drafter, "module", None)) is not None:
         use_backend(module, backend)

@@ -34,6 +34,12 @@ BatchSize = Annotated[int, typer.Option(help="Prompts decoded side by side.")]
 Backend = Annotated[str, typer.Option(help="Linear layers: auto, plain or packed.")]
 Seed = Annotated[int, typer.Option(help="Of every random choice.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+DrafterDtype = Annotated[
+    str,
+    typer.Option(
+        help="Of a draft model: target (its dtype), auto (bfloat16 if the CPU is fast in it), or one by name."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; default: a GPU if there is one.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")]
 

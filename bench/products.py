@@ -16,7 +16,8 @@ import torch
 from _common import Timings, arguments, begin, print_table, take_turns
 from torch import Tensor, nn
 
-from draftsmith.decode.packed import packing_supported, use_backend
+from draftsmith.decode.onednn import supported as packing_supported
+from draftsmith.decode.packed import use_backend
 
 Product = Callable[[Tensor], Tensor]
 All = Callable[[list[Tensor]], list[Tensor]]

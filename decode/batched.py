@@ -1,7 +1,8 @@
 """Plain sampling of many prompts: the slots of a batch are refilled as rows finish.
 
 For the data stages, where throughput is all that counts. Prompts are taken in the given order (sort them by length to keep
-the padding small); every prompt has a random stream of its own, so its answer does not depend on which slot it got.
+the padding small); every prompt has a random stream of its own, so its answer does not depend on which slot it got. What all
+prompts begin with (a chat template's system prompt) is read once, and stays in every slot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,17 @@ class _Row:
     states: dict[int, list[Tensor]]  # by layer, in order of position
 
 
+class _Rules(NamedTuple):
+    """What holds for every row."""
+
+    sampling: Sampling
+    eos: frozenset[int]
+    max_new_tokens: int
+    keep_hidden: bool
+    kept_ids: Tensor | None
+    num_shared: int  # tokens that all prompts begin with
+
+
 @torch.no_grad()
 def generate_batched(
     target: Target | DraftLM,
@@ -69,26 +81,29 @@ def generate_batched(
         model, ends = target.model, target.eos_token_ids if eos_token_ids is None else eos_token_ids
     else:
         kept_ids = target.kept_ids
-    eos = frozenset(ends or ())
+    shared = _num_shared(prompts)
+    rules = _Rules(sampling, frozenset(ends or ()), max_new_tokens, keep_hidden, kept_ids, shared)
     numbers = list(range(len(prompts))) if indices is None else list(indices)
     waiting = list(range(len(prompts)))[::-1]
     slots: list[_Row | None] = [None] * min(batch_size, len(prompts))
     lm = CachedLM(model, len(slots), (*((-1,) if keep_hidden else ()), *keep_states))
     newest = torch.zeros(len(slots), 1, dtype=torch.long, device=target.device)
+    beginning = _read_beginning(lm, prompts[0][:shared]) if shared else {}
     while waiting or any(slots):
         free = [i for i, row in enumerate(slots) if row is None]
         if waiting and (len(free) >= _refill_at(len(slots)) or len(free) == len(slots)):
             taken = [waiting.pop() for _ in free[: len(waiting)]]
             chosen = free[: len(taken)]
-            read = _fill(lm, newest, [prompts[i] for i in taken], chosen)
+            read = _fill(lm, newest, [prompts[i][shared:] for i in taken], chosen, shared)
             for place, (slot, i) in enumerate(zip(chosen, taken, strict=True)):
                 generator = torch.Generator().manual_seed(mix(seed, numbers[i]))
                 uniforms = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64)
-                of_prompt = {layer: [read[layer][place, : len(prompts[i]) - 1].clone()] for layer in keep_states}
-                slots[slot] = _Row(numbers[i], [], uniforms, [], of_prompt)
+                own = slice(0, len(prompts[i]) - 1 - shared)
+                states = {layer: [*beginning.get(layer, ()), read[layer][place, own].clone()] for layer in keep_states}
+                slots[slot] = _Row(numbers[i], [], uniforms, [], states)
         elif not waiting and len(free) > len(slots) // 2:
             slots, newest = _shrink(lm, slots, newest)
-        yield from _step(lm, slots, newest, sampling, eos, max_new_tokens, keep_hidden, kept_ids)
+        yield from _step(lm, slots, newest, rules)
 
 
 def _refill_at(slots: int) -> int:
@@ -96,14 +111,36 @@ def _refill_at(slots: int) -> int:
     return max(1, slots // 8)
 
 
-def _fill(lm: CachedLM, newest: Tensor, prompts: list[Sequence[int]], slots: list[int]) -> dict[int, Tensor]:
-    """Read all but the prompts' last tokens into `slots`; the hidden states that `lm` keeps."""
+def _num_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all prompts begin with; of every prompt at least the last token is left, which the first step is fed."""
+    most = min(map(len, prompts), default=1) - 1
+    for i in range(most):
+        if any(prompt[i] != prompts[0][i] for prompt in prompts):
+            return i
+    return most
+
+
+def _read_beginning(lm: CachedLM, tokens: Sequence[int]) -> dict[int, list[Tensor]]:
+    """Read what all prompts begin with, once, into every slot; the hidden states that `lm` keeps, ``[tokens, hidden]``."""
+    ids, slot = torch.tensor([list(tokens)]), torch.tensor([0])
+    read = lm.prefill(ids.to(lm.lengths.device), [len(tokens)], slot.to(lm.lengths.device))
+    lm.repeat_row(0)
+    return {layer: [states[0]] for layer, states in read.hidden_states.items()}
+
+
+def _fill(
+    lm: CachedLM, newest: Tensor, prompts: list[Sequence[int]], slots: list[int], start: int
+) -> dict[int, Tensor]:
+    """Read all but the prompts' last tokens into `slots`, which hold what goes before them (`start` tokens); the hidden
+    states that `lm` keeps.
+    """
     width = max(len(prompt) for prompt in prompts) - 1
     ids = torch.zeros(len(prompts), width, dtype=torch.long)
     for i, prompt in enumerate(prompts):
         ids[i, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.long)
     at = torch.tensor(slots)
-    read = lm.prefill(ids.to(newest.device), [len(prompt) - 1 for prompt in prompts], at.to(newest.device))
+    lengths = [len(prompt) - 1 for prompt in prompts]
+    read = lm.prefill(ids.to(newest.device), lengths, at.to(newest.device), start)
     newest[at, 0] = torch.tensor([prompt[-1] for prompt in prompts], device=newest.device)
     return read.hidden_states
 
@@ -116,40 +153,32 @@ def _shrink(lm: CachedLM, slots: list[_Row | None], newest: Tensor) -> tuple[lis
     return [slots[i] for i in busy], newest.index_select(0, rows)
 
 
-def _step(
-    lm: CachedLM,
-    slots: list[_Row | None],
-    newest: Tensor,
-    sampling: Sampling,
-    eos: frozenset[int],
-    max_new_tokens: int,
-    keep_hidden: bool,
-    kept_ids: Tensor | None,
-) -> Iterator[Generated]:
+def _step(lm: CachedLM, slots: list[_Row | None], newest: Tensor, rules: _Rules) -> Iterator[Generated]:
     """One token for every busy slot; free slots are fed along and forgotten."""
     out = lm.feed(newest)
     assert out.logits is not None
     counts = [int(row is not None) for row in slots]
     lm.keep(torch.tensor(counts, device=newest.device), counts)
-    if sampling.temperature == 0:
+    if rules.sampling.temperature == 0:
         chosen = out.logits[:, 0].argmax(-1)
     else:
         zero = torch.zeros((), dtype=torch.float64)
         uniforms = torch.stack([zero if row is None else row.uniforms[len(row.tokens)] for row in slots])
-        chosen = draw(probabilities(out.logits[:, 0], sampling), uniforms.to(newest.device))
-    chosen = chosen if kept_ids is None else kept_ids[chosen]
+        chosen = draw(probabilities(out.logits[:, 0], rules.sampling), uniforms.to(newest.device))
+    chosen = chosen if rules.kept_ids is None else rules.kept_ids[chosen]
     newest[:, 0] = chosen
     for slot, (row, token) in enumerate(zip(slots, chosen.tolist(), strict=True)):
         if row is None:
             continue
         row.tokens.append(token)
-        if keep_hidden:
+        if rules.keep_hidden:
             row.hidden.append(out.hidden_states[-1][slot, 0].clone())
         for layer, kept in row.states.items():
             kept.append(out.hidden_states[layer][slot, :1].clone())
-        ended = token in eos
-        if ended or len(row.tokens) == max_new_tokens:
+        ended = token in rules.eos
+        if ended or len(row.tokens) == rules.max_new_tokens:
             slots[slot] = None
-            lm.clear_row(slot)
+            lm.clear_row(slot, rules.num_shared)
             states = {layer: torch.cat(kept) for layer, kept in row.states.items()}
-            yield Generated(row.index, row.tokens, torch.stack(row.hidden) if keep_hidden else None, ended, states)
+            hidden = torch.stack(row.hidden) if rules.keep_hidden else None
+            yield Generated(row.index, row.tokens, hidden, ended, states)

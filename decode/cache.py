@@ -89,6 +89,12 @@ class RaggedLayer(CacheLayerMixin):
             assert self.values is not None
             self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
+    def repeat_row(self, row: int, width: int) -> None:
+        """Copy the first `width` columns of `row` to every row."""
+        for buffer in (self.keys, self.values):
+            assert buffer is not None
+            buffer[:, :width] = buffer[row, :width].clone()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.where.width, 0
 
@@ -122,6 +128,12 @@ class RaggedCache(Cache):
         """Keep only these rows of the batch, in this order."""
         for layer in self.layers:
             layer.select_rows(rows)  # type: ignore[union-attr]
+
+    def repeat_row(self, row: int, width: int) -> None:
+        """Copy the first `width` columns of `row` to every row, in every layer."""
+        for layer in self.layers:
+            if layer.is_initialized:  # type: ignore[union-attr]
+                layer.repeat_row(row, width)  # type: ignore[union-attr]
 
     def visible(self, layer: int, row: int, length: int) -> tuple[Float[Tensor, "heads length dim"], Tensor]:
         """Keys and values of one row's first `length` columns (for tests and inspection)."""

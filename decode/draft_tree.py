@@ -34,6 +34,8 @@ def grow_tree(
     (parents by number of node); `uniforms` hold one number per child to draw (`draws_needed`), None at temperature 0.
     """
     greedy = sampling.temperature == 0
+    # Chosen children exist by their number alone, so that nothing is to be left out afterwards.
+    all_exist = greedy and max(layout.ranks) < logits.shape[-1]
     after = {-1: logits}
     batch, nodes = logits.shape[0], len(layout.parents)
     tokens = torch.zeros(batch, nodes, dtype=torch.long, device=logits.device)
@@ -45,6 +47,10 @@ def grow_tree(
         for parent in sorted({layout.parents[i] for i in level}):
             children = [i for i in level if layout.parents[i] == parent]
             count = max(layout.ranks[i] for i in children) + 1
+            if all_exist:
+                ids = after[parent].topk(count, dim=-1).indices
+                tokens[:, children] = to_target_ids(ids)[:, [layout.ranks[i] for i in children]]
+                continue
             kept = after[parent].softmax(-1) if greedy else probabilities(after[parent], sampling)
             numbers = None if uniforms is None else uniforms[:, drawn : drawn + count]
             drawn += count
@@ -61,6 +67,8 @@ def grow_tree(
     parents = torch.tensor(layout.parents, device=tokens.device).expand(batch, nodes)
     draft = Draft(tokens, parents, torch.stack(probs, 1) if probs else None, with_replacement=False)
     numbers = torch.arange(nodes, device=tokens.device).expand(batch, nodes)
+    if all_exist:
+        return GrownTree(draft, numbers)
     order = compact(Draft(numbers, parents), exist).tokens
     return GrownTree(compact(draft, exist), order)
 

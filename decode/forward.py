@@ -1,7 +1,9 @@
 """A causal LM with a ragged cache: feed tokens (a chain or a tree), then say which of them stay."""
 
 import inspect
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -50,25 +52,27 @@ class CachedLM:
         input_ids: Int[Tensor, "rows prompt"],
         lengths: Sequence[int],
         rows: Int[Tensor, "rows"] | None = None,
+        start: int = 0,
         **inputs: Any,
     ) -> Outputs:
-        """Put right-padded prompts into the cache for good, from column 0, in the given `rows` (None: all).
+        """Put right-padded prompts into the cache for good, in the given `rows` (None: all), from column `start`.
 
-        `lengths` are the rows' numbers of real tokens. Rows not named keep their contents. No logits are computed.
-        `inputs` are what the model takes beside the tokens.
+        `lengths` are the numbers of real tokens in `input_ids`, `start` is how many tokens each of the rows holds already.
+        Rows not named keep their contents. No logits are computed. `inputs` are what the model takes beside the tokens.
         """
         batch, width = input_ids.shape
         size = self.model.config.get_text_config(decoder=True).hidden_size
         nothing = torch.zeros(batch, 0, size, dtype=self.model.dtype, device=input_ids.device)
         hidden = dict.fromkeys(self._asked, nothing)
         if width:
-            positions = torch.arange(width, device=input_ids.device).expand(batch, width)
-            self.cache.place(None if rows is None else positions, 0, width, rows)
-            seen = positions[:, :, None] >= positions[:, None, :]
-            placed = _Placed(positions, seen, positions)
+            keys = torch.arange(start + width, device=input_ids.device).expand(batch, start + width)
+            positions = keys[:, start:]
+            self.cache.place(None if rows is None else positions, start, start + width, rows)
+            seen = positions[:, :, None] >= keys[:, None, :]
+            placed = _Placed(positions, seen, keys)
             hidden = self._run(input_ids, placed, want_logits=False, **inputs).hidden_states
         for row, length in zip(range(batch) if rows is None else rows.tolist(), lengths, strict=True):
-            self.host_lengths[row] = length
+            self.host_lengths[row] = start + length
         self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
         return Outputs(None, hidden)
 
@@ -138,10 +142,16 @@ class CachedLM:
         self.lengths = self.lengths.index_select(0, rows)
         self.host_lengths = list(host_lengths)
 
-    def clear_row(self, row: int) -> None:
-        """Forget all of one row."""
-        self.host_lengths[row] = 0
-        self.lengths[row] = 0
+    def repeat_row(self, row: int) -> None:
+        """Put what `row` holds into every row."""
+        self.cache.repeat_row(row, self.host_lengths[row])
+        self.host_lengths = [self.host_lengths[row]] * len(self.host_lengths)
+        self.lengths = torch.full_like(self.lengths, self.host_lengths[row])
+
+    def clear_row(self, row: int, length: int = 0) -> None:
+        """Forget all of one row but its first `length` tokens."""
+        self.host_lengths[row] = length
+        self.lengths[row] = length
 
     def _advance(self, counts: Tensor, host_counts: Sequence[int]) -> None:
         self.lengths = self.lengths + counts
@@ -159,7 +169,8 @@ class CachedLM:
             raise ValueError(f"a pass in two parts knows the hidden states between them, not those of layers {unknown}")
         between = torch.cat(self._begun, 1)
         self.num_pending, self._begun = 0, []
-        out = parts.rest(between, **self._inputs(tokens, self._place(tokens, None)), **inputs)
+        with _grouped_attention(tokens.device):
+            out = parts.rest(between, **self._inputs(tokens, self._place(tokens, None)), **inputs)
         return Outputs(out.logits if want_logits else None, dict.fromkeys(self._asked, between))
 
     def _place(self, tokens: Tensor, parents: Tensor | None) -> "_Placed":
@@ -233,7 +244,8 @@ class CachedLM:
         taken = self._inputs(tokens, placed)
         if "inputs_embeds" in inputs:
             del taken["input_ids"]
-        out = self.model(**taken, **inputs)
+        with _grouped_attention(tokens.device):
+            out = self.model(**taken, **inputs)
         hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
         return Outputs(out.logits if want_logits else None, hidden)
 
@@ -255,3 +267,20 @@ class _Placed(NamedTuple):
     positions: Int[Tensor, "rows fed"]
     seen: Bool[Tensor, "rows fed width"]
     key_positions: Int[Tensor, "rows width"]
+
+
+_FORCE_GROUPS = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers looks at it in every attention layer
+
+
+@contextmanager
+def _grouped_attention(device: torch.device) -> Iterator[None]:
+    """On a CPU, attention with a mask shares keys among queries rather than copying them for each (measured: 4 % of a pass
+    over a few tokens). On a GPU a mask and shared keys together leave only torch's slow kernel."""
+    if device.type != "cpu" or _FORCE_GROUPS in os.environ:
+        yield
+        return
+    os.environ[_FORCE_GROUPS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORCE_GROUPS]

@@ -1,8 +1,10 @@
 """Fast products of 1 to 64 rows on CPU: linear layers whose weights oneDNN has reordered.
 
 A verification pass multiplies 2 to 16 rows by every weight. The default float32 path of torch makes that cost far more than
-one row; with weights in oneDNN's blocked layout it costs little more. The operators used here are private to torch, so this
-module is the only one that knows them, and everything falls back to the plain modules.
+one row; with weights in oneDNN's blocked layout it costs little more. Everything falls back to the plain modules.
+
+The target stays transformers' own code with other products inside, so that what it computes is beyond doubt. A draft model
+may go further: its layers are fused (:mod:`.fused`), which a lossless rule makes a matter of speed alone.
 """
 
 import time
@@ -14,18 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from ..models.draft_lm import DraftLM
+from .fused import fuse, unfuse
+from .onednn import PackedProduct, product, supported
+
 Backend = Literal["auto", "plain", "packed"]
-
-_ROWS_HINT = 4  # the number of rows oneDNN picks the layout for; others work with it as well
-
-
-def packing_supported() -> bool:
-    """Whether this build of torch has the operators."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
 
 
 def use_backend(model: nn.Module, backend: Backend) -> Backend:
@@ -37,17 +32,21 @@ def use_backend(model: nn.Module, backend: Backend) -> Backend:
     """
     unpack(model)
     layers = [module for module in model.modules() if _packable(module)]
-    if backend == "plain" or not layers or not packing_supported():
+    if backend == "plain" or not layers:
         return "plain"
     if backend == "auto" and not _packed_is_faster(layers):
         return "plain"
     for layer in layers:
         _pack(layer)
+    if isinstance(model, DraftLM):
+        fuse(model)
     return "packed"
 
 
 def unpack(model: nn.Module) -> None:
     """Give every layer its own forward back and free the packed copies."""
+    if isinstance(model, DraftLM):
+        unfuse(model)
     for module in model.modules():
         if _PACKED in module.__dict__:
             del module.__dict__["forward"], module.__dict__[_PACKED]
@@ -64,8 +63,7 @@ _PACKED = "_draftsmith_packed"
 def _packable(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
     if not isinstance(module, nn.Linear | Conv1D) or type(module) not in (nn.Linear, Conv1D):
         return False
-    weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype is torch.float32
+    return module.weight.device.type == "cpu" and supported(module.weight.dtype)
 
 
 def _matrix(layer: nn.Linear | Conv1D) -> Tensor:
@@ -75,14 +73,12 @@ def _matrix(layer: nn.Linear | Conv1D) -> Tensor:
 
 
 def _pack(layer: nn.Linear | Conv1D) -> None:
-    packed = torch.ops.mkldnn._reorder_linear_weight(_matrix(layer), _ROWS_HINT)
-    bias = None if layer.bias is None else layer.bias.detach()
-    plain = layer.forward
+    packed, dtype, plain = PackedProduct(_matrix(layer), layer.bias), layer.weight.dtype, layer.forward
 
     def forward(x: Tensor) -> Tensor:
-        if (torch.is_grad_enabled() and x.requires_grad) or x.dtype is not torch.float32:
+        if (torch.is_grad_enabled() and x.requires_grad) or x.dtype is not dtype:
             return plain(x)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return packed(x)
 
     # Instance attributes, not submodules: the module's parameters and names stay as they are.
     layer.__dict__[_PACKED] = packed
@@ -97,10 +93,10 @@ def _packed_is_faster(layers: list[nn.Linear | Conv1D], rows: tuple[int, ...] = 
     pairs = []
     for layer in chosen:
         weight = _matrix(layer)
-        pairs.append((weight, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)))
+        pairs.append((weight, PackedProduct(weight)))
     plain_times: list[float] = []
     packed_times: list[float] = []
-    inputs = [[torch.randn(n, weight.shape[1]) for n in rows] for weight, _ in pairs]
+    inputs = [[torch.randn(n, weight.shape[1], dtype=weight.dtype) for n in rows] for weight, _ in pairs]
     deadline = time.perf_counter() + budget
     while len(plain_times) < 3 or (time.perf_counter() < deadline and len(plain_times) < 30):
         start = time.perf_counter()
@@ -110,7 +106,7 @@ def _packed_is_faster(layers: list[nn.Linear | Conv1D], rows: tuple[int, ...] = 
         middle = time.perf_counter()
         for (_, packed), xs in zip(pairs, inputs, strict=True):
             for x in xs:
-                torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+                packed(x)
         plain_times.append(middle - start)
         packed_times.append(time.perf_counter() - middle)
     middle_of = len(plain_times) // 2
@@ -123,7 +119,7 @@ _WORTH_IT = 2**22
 
 def fast_products(device: torch.device) -> AbstractContextManager[Any]:
     """:class:`FastProducts` on a CPU, nothing elsewhere."""
-    return FastProducts() if device.type == "cpu" and packing_supported() else nullcontext()
+    return FastProducts() if device.type == "cpu" and supported() else nullcontext()
 
 
 class FastProducts(TorchDispatchMode):
@@ -138,18 +134,14 @@ class FastProducts(TorchDispatchMode):
         kwargs = kwargs or {}
         if not kwargs:
             if func is torch.ops.aten.mm.default and _large(*args):
-                return _product(*args)
+                return product(*args)
             if func is torch.ops.aten.addmm.default and _large(*args[1:]):
-                return _product(*args[1:]).add_(args[0])
+                return product(*args[1:]).add_(args[0])
             if func is torch.ops.aten.addmm_.default and _large(*args[1:]):
-                return args[0].add_(_product(*args[1:]))
+                return args[0].add_(product(*args[1:]))
         return func(*args, **kwargs)
 
 
 def _large(a: Tensor, b: Tensor) -> bool:
     on_cpu = a.device.type == "cpu" and a.dtype is b.dtype is torch.float32
     return on_cpu and a.shape[0] * a.shape[1] * b.shape[1] >= _WORTH_IT
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t().contiguous(), None, "none", [], "")

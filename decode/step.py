@@ -163,7 +163,7 @@ class Decoding:
     @torch.no_grad()
     def emit(self, draft: Draft | None, outputs: Outputs, verdict: Verdict) -> Step:
         """Emit what was decided, up to EOS, stop string or limit; roll back target and drafter to it."""
-        emitted, counts, drafted, nodes = self._read(draft, verdict)
+        emitted, counts, drafted, nodes, straight = self._read(draft, verdict)
         self.policy.observe(drafted, counts)
         new, from_draft = [], []
         for row, tokens in enumerate(emitted):
@@ -181,7 +181,7 @@ class Decoding:
         self.newest = torch.where(lengths[:, None] > 0, last, self.newest)
         if self.seen is not None:
             self.seen.add(tokens)
-        if draft is None or draft.is_chain:
+        if straight:
             self.lm.keep(lengths, host_lengths)
         else:
             self.lm.keep_paths(torch.nn.functional.pad(verdict.path + 1, (1, 0)), lengths, host_lengths)
@@ -214,8 +214,13 @@ class Decoding:
         chosen = torch.nn.functional.pad(chosen, (0, 1))
         return chosen.scatter(1, verdict.num_accepted[:, None], following)
 
-    def _read(self, draft: Draft | None, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int], list[int]]:
-        """Everything the host needs, in the step's one transfer."""
+    def _read(
+        self, draft: Draft | None, verdict: Verdict
+    ) -> tuple[list[list[int]], list[int], list[int], list[int], bool]:
+        """Everything the host needs, in the step's one transfer.
+
+        The last is whether accepted tokens follow one another in what was fed, so that no key has to be moved.
+        """
         tokens = self._emitted_tokens(draft, verdict)
         if draft is None:
             nodes = depth = torch.zeros_like(verdict.num_accepted)
@@ -223,9 +228,14 @@ class Decoding:
             full = torch.full_like(verdict.num_accepted, draft.tokens.shape[1])
             nodes = full if draft.lengths is None else draft.lengths
             depth = nodes if draft.is_chain else depths(draft.parents, nodes)
-        columns = torch.stack([verdict.num_accepted, depth, nodes], 1)
+        moved = torch.zeros_like(nodes)
+        if draft is not None and not draft.is_chain:
+            steps = torch.arange(verdict.path.shape[1], device=nodes.device)
+            moved = ((verdict.path != steps) & (steps < verdict.num_accepted[:, None])).sum(1)
+        columns = torch.stack([verdict.num_accepted, depth, nodes, moved], 1)
         rows = torch.cat([columns, tokens], 1).tolist()
-        return [row[3:] for row in rows], [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+        counts, drafted, of_nodes, moves = ([row[i] for row in rows] for i in range(4))
+        return [row[4:] for row in rows], counts, drafted, of_nodes, not any(moves)
 
     def _emit_row(self, row: int, tokens: list[int], drafted: int, nodes: int) -> list[int]:
         if not self.room[row]:

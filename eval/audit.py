@@ -90,7 +90,7 @@ def _loaded(options: AuditOptions) -> tuple[Target, Any, str]:
     target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
     if target.tokenizer is None:
         raise BadInput(f"{options.target}: has no tokenizer, so prompts cannot be encoded")
-    drafter = load_drafter(options.drafter, target)
+    drafter = load_drafter(options.drafter, target, options.drafter_dtype)
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
     module = getattr(drafter, "module", None)
     if module is not None:

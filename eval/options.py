@@ -14,6 +14,7 @@ Tree = list[int] | list[list[int]] | str
 RULES = ("lossless", "block", "multi", "typical", "lenient", "tolerant", "fallback_rollback")
 BACKENDS = ("auto", "plain", "packed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DRAFTER_DTYPES = ("target", *DTYPES)
 LENGTHS = "--num-speculative-tokens"
 ENGINES = ("draftsmith", "transformers")
 
@@ -40,6 +41,7 @@ class DecodingOptions:
     backend: str = "auto"
     seed: int = 0
     dtype: str = "auto"
+    drafter_dtype: str = "target"  # of a draft model
     device: str | None = None  # None: CUDA when there is one
     trust_remote_code: bool = False
 
@@ -47,6 +49,7 @@ class DecodingOptions:
         _among("--rule", self.rule, RULES)
         _among("--backend", self.backend, BACKENDS)
         _among("--dtype", self.dtype, DTYPES)
+        _among("--drafter-dtype", self.drafter_dtype, DRAFTER_DTYPES)
         if isinstance(self.num_speculative_tokens, int):
             _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         else:

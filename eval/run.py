@@ -116,7 +116,7 @@ def encode_openings(target: Target, examples: Sequence[Example], where: str) -> 
 def _contestant(
     name: str, source: str, options: EvalOptions, target: Target, examples: Sequence[Example], backend: Backend
 ) -> Contestant:
-    drafter = load_drafter(source, target)
+    drafter = load_drafter(source, target, options.drafter_dtype)
     module = getattr(drafter, "module", None)
     if module is not None:
         use_backend(module, backend)

@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..decode.draft import Drafter
 from ..decode.draft_model import DraftModel
 from ..decode.drafters import drafter_without_training, is_without_training
 from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
-from ..models.target import as_target
+from ..models.loading import check_dtype
+from ..models.native import fast_bf16
+from ..models.target import Target, as_target
 from .eagle import KIND as EAGLE
 from .eagle import load_eagle
 from .exit_training import KIND as EARLY_EXIT
@@ -24,14 +28,17 @@ from .make import load_heads
 KINDS = ("model", EAGLE, EARLY_EXIT, LAYER_SKIP, LOOKAHEAD_TOKENS, *HEADS)
 
 
-def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
+def load_drafter(folder_or_name: str | Path, target: Any, dtype: str | torch.dtype = "target") -> Drafter:
     """A drafter for `target` (a ``Target`` or a transformers causal LM).
 
     `folder_or_name` is a checkpoint (a run's ``final/``), any causal LM (a folder or a hub id) with the target's tokenizer,
-    or the name of a drafter that needs no training.
+    or the name of a drafter that needs no training. A draft model is loaded in `dtype`: the target's (``"target"``), one by
+    name, or ``"auto"``: bfloat16 beside a target in float32 on a CPU with fast products in it, else the target's. No rule
+    depends on it: draft tokens are drawn from the probabilities that the rules are given.
 
     Raises:
-        BadInput: not found, trained for another target, another tokenizer, or a kind that is not known; the line says which.
+        BadInput: not found, trained for another target, another tokenizer, a kind that is not known, or a `dtype` for a kind
+            that computes in the target's; the line says which.
     """
     target = as_target(target)
     name = str(folder_or_name)
@@ -39,9 +46,11 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
         return drafter_without_training(name, target)
     manifest = read_manifest(Path(name).expanduser())
     kind = "model" if manifest is None else manifest["kind"]
+    if kind != "model":
+        _refuse(name, dtype, target)
     match kind:
         case "model":
-            return DraftModel(load_draft_lm(name, target), target.vocab_size)
+            return DraftModel(load_draft_lm(name, target, _resolved(dtype, target)), target.vocab_size)
         case _ if kind == EAGLE:
             return load_eagle(name, target)
         case _ if kind == EARLY_EXIT:
@@ -54,3 +63,20 @@ def load_drafter(folder_or_name: str | Path, target: Any) -> Drafter:
             return load_heads(name, target)
         case _:
             raise BadInput(f"{name}: a drafter of kind {kind!r} is not known here{nearest(kind, KINDS)}")
+
+
+def _resolved(dtype: str | torch.dtype, target: Target) -> torch.dtype:
+    if dtype == "target":
+        return target.dtype
+    if dtype == "auto":
+        faster = target.device.type == "cpu" and target.dtype is torch.float32 and fast_bf16(target.device)
+        return torch.bfloat16 if faster else target.dtype
+    named = check_dtype(dtype)
+    assert isinstance(named, torch.dtype)
+    return named
+
+
+def _refuse(name: str, dtype: str | torch.dtype, target: Target) -> None:
+    if dtype != "auto" and _resolved(dtype, target) is not target.dtype:
+        kept = str(target.dtype).removeprefix("torch.")
+        raise BadInput(f"{name}: computes in the target's dtype, {kept}; only a draft model may have another")

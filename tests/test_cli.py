@@ -224,6 +224,7 @@ def test_eval_hands_over_every_option(run, below):
     text = "--prompts p.jsonl --limit 5 --max-new-tokens 6 --num-speculative-tokens 7 --rule typical --temperature 0.8"
     text += " --rule-option epsilon=0.1 --top-p 0.9 --top-k 40 --min-p 0.05 --repetition-penalty 1.1 --batch-size 2"
     text += " --backend plain --seed 9 --no-speed --out out --dtype float32 --device cpu --trust-remote-code"
+    text += " --drafter-dtype auto"
     assert run("eval", "t", "d", "--baseline", "b", "--untrained", "drafter", *text.split())[0] == 0
     given = calls[0].args[0].settings()
     assert json.loads(json.dumps(given)) == given
@@ -232,7 +233,7 @@ def test_eval_hands_over_every_option(run, below):
         "max_new_tokens": 6, "num_speculative_tokens": 7, "rule": "typical", "rule_options": {"epsilon": 0.1},
         "tree": None, "temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1,
         "batch_size": 2, "backend": "plain", "seed": 9, "speed": False, "out": "out", "dtype": "float32",
-        "device": "cpu", "trust_remote_code": True,
+        "drafter_dtype": "auto", "device": "cpu", "trust_remote_code": True,
     }  # fmt: skip
 
 

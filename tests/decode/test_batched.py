@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from draftsmith.decode import batched
 from draftsmith.decode.batched import generate_batched
+from draftsmith.decode.forward import CachedLM
 from draftsmith.decode.sampling import Sampling
 from draftsmith.models.draft_lm import cut_vocabulary
 from draftsmith.models.target import as_target
@@ -111,6 +113,63 @@ def test_kept_states_are_those_of_every_position_but_the_last(family, prompts, r
             torch.testing.assert_close(states, expected[layer][0, :-1], rtol=1e-4, atol=1e-4)
         assert row.hidden is None
         torch.testing.assert_close(both[i].hidden, row.states[3][len(prompts[i]) - 1 :], rtol=1e-4, atol=1e-4)
+
+
+BEGINNING = 11  # tokens, past the windows of 8
+SETS = {  # lengths of what follows the shared beginning
+    "prompts": (9, 1, 6, 14, 3, 2, 11, 5, 7),
+    "one prompt": (4,),
+    "nothing but the beginning and a token": (1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", SETS.values(), ids=SETS.keys())
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+def test_a_shared_beginning_read_once_changes_nothing(family, lengths, batch_size, reference, request, monkeypatch):
+    target = as_target(request.getfixturevalue(family)(layers=3))
+    beginning = reference.prompt_of(BEGINNING, seed=1)
+    # From different first tokens on, lest more is shared; the last prompt is there twice.
+    prompts = [[*beginning, n, *reference.prompt_of(length - 1, seed=n)] for n, length in enumerate(lengths)]
+    prompts.append(prompts[-1])
+    fed = []
+    prefill = CachedLM.prefill
+    monkeypatch.setattr(
+        CachedLM, "prefill", lambda lm, ids, *rest: (fed.append(tuple(ids.shape)), prefill(lm, ids, *rest))[1]
+    )
+    asked = {"batch_size": batch_size, "eos_token_ids": [5, 17, 40], "keep_hidden": True, "keep_states": (0, 2, 3)}
+    found = answers(target, prompts, **asked)
+    shared = BEGINNING if len(lengths) > 1 else len(prompts[0]) - 1
+    assert fed[0] == (1, shared)
+    assert sum(rows for rows, _ in fed[1:]) == len(prompts)
+    assert max(width for _, width in fed[1:]) == max(map(len, prompts)) - 1 - shared
+    with monkeypatch.context() as patch:
+        patch.setattr(batched, "_num_shared", lambda prompts: 0)
+        expected = answers(target, prompts, **asked)
+    for i, row in expected.items():
+        assert (found[i].tokens, found[i].ended) == (row.tokens, row.ended)
+        torch.testing.assert_close(found[i].hidden, row.hidden, rtol=1e-4, atol=2e-5)
+        assert set(found[i].states) == {0, 2, 3}
+        for layer, states in row.states.items():
+            assert len(states) == len(prompts[i]) + len(row.tokens) - 1
+            torch.testing.assert_close(found[i].states[layer], states, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [
+        ([], 0),
+        ([[7]], 0),
+        ([[7, 8, 9]], 2),
+        ([[7, 8, 9], [7, 8, 9]], 2),
+        ([[7, 8, 9], (7, 8, 4, 5)], 2),
+        ([[7, 8], [7, 8, 9, 10]], 1),  # the shorter one's last token is fed by the first step
+        ([[7, 8, 9], [6, 8, 9]], 0),
+        ([[7, 8, 9], [7], [7, 8, 9]], 0),
+    ],
+)
+def test_what_all_prompts_begin_with_leaves_a_token_of_each(prompts, shared):
+    assert batched._num_shared(prompts) == shared
 
 
 def test_a_draft_model_writes_with_the_ids_that_it_scores(tiny_llama, prompts):

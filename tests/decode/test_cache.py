@@ -97,6 +97,31 @@ def test_a_slot_is_refilled_without_touching_its_neighbours(tiny_gemma3):
     torch.testing.assert_close(logits[1, 0], plain_logits(model, [*rows[1], 8])[-1], atol=2e-5, rtol=1e-4)
 
 
+def test_rows_go_on_from_a_beginning_that_was_read_once(tiny_gemma3):
+    """In all rows, then in one that is cleared down to it, while the slot beside it decodes."""
+    model, beginning = tiny_gemma3(), random_tokens(11, seed=8)
+    lm = CachedLM(model, 2)
+    lm.prefill(torch.tensor([beginning]), [11], rows=torch.tensor([1]))
+    lm.repeat_row(1)
+    assert lm.host_lengths == lm.lengths.tolist() == [11, 11]
+    rows = [random_tokens(2, seed=9), random_tokens(5, seed=10)]
+    lm.prefill(torch.tensor([[*rows[0], 0, 0, 0], rows[1]]), [2, 5], start=11)
+    assert lm.host_lengths == lm.lengths.tolist() == [13, 16]
+    for row, logits in zip(rows, fed_logits(lm, [[7], [8]]), strict=True):
+        fed = 7 if row is rows[0] else 8
+        torch.testing.assert_close(logits[0], plain_logits(model, [*beginning, *row, fed])[-1], atol=2e-5, rtol=1e-4)
+    lm.keep(torch.tensor([0, 1]), [0, 1])
+    lm.clear_row(0, 11)
+    fed_logits(lm, [[0], [20]])  # the free slot is fed along
+    lm.keep(torch.tensor([0, 1]), [0, 1])
+    fresh = random_tokens(3, seed=11)
+    lm.prefill(torch.tensor([fresh]), [3], rows=torch.tensor([0]), start=11)
+    logits = fed_logits(lm, [[7], [9]])
+    torch.testing.assert_close(logits[0, 0], plain_logits(model, [*beginning, *fresh, 7])[-1], atol=2e-5, rtol=1e-4)
+    whole = [*beginning, *rows[1], 8, 20, 9]
+    torch.testing.assert_close(logits[1, 0], plain_logits(model, whole)[-1], atol=2e-5, rtol=1e-4)
+
+
 def test_eager_attention_takes_the_same_masks(tiny_gemma3):
     model = tiny_gemma3()
     model.set_attn_implementation("eager")

@@ -7,7 +7,8 @@ import torch
 
 from draftsmith import load_drafter, speculative_generate
 from draftsmith.decode.loop import plain_generate
-from draftsmith.decode.packed import is_packed, packing_supported, use_backend
+from draftsmith.decode.onednn import supported
+from draftsmith.decode.packed import is_packed, use_backend
 from draftsmith.errors import BadInput
 from draftsmith.heads.make import save_heads
 from draftsmith.models.target import as_target
@@ -143,7 +144,7 @@ def test_a_target_is_changed_once_and_a_start_changes_nothing(tiny_llama, rows, 
         load_drafter(tmp_path / "other", fresh)
 
 
-@pytest.mark.skipif(not packing_supported(), reason="this build of torch has no packed linear layers")
+@pytest.mark.skipif(not supported(), reason="this build of torch has no packed linear layers")
 def test_packed_weights_follow_the_change(tiny_llama, rows, lab, tmp_path):
     target = as_target(tiny_llama(layers=2, seed=1))
     made = lab.prepared(section(heads_first=0.0), target)

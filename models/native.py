@@ -1,0 +1,29 @@
+"""What a device computes by itself rather than step by step in software."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether products in bfloat16 are faster than in float32 on `device`, because its hardware has instructions for them.
+
+    A CPU without them computes the same, but converts to float32 first. False where torch cannot tell.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return torch.backends.mkldnn.is_available() and _has_bf16_products(_capabilities())
+    return False
+
+
+def _capabilities() -> Mapping[str, Any]:
+    """The CPU's instruction sets by name, as torch counts them."""
+    read = getattr(torch.cpu, "get_capabilities", dict)
+    return read()
+
+
+def _has_bf16_products(capabilities: Mapping[str, Any]) -> bool:
+    # x86: AVX-512's dot products or AMX's tiles; `avx_ne_convert` only converts. ARM: BFMMLA, of NEON or of SVE.
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
