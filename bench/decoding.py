@@ -5,8 +5,9 @@
     python bench/decoding.py --limit 2 --rounds 1                 a quick look
 
 Without --drafter the cut is measured, and after it the newest demo's drafter where runs/ holds one. "plain" and "packed"
-are the backends of the linear layers; transformers' own rows run on plain modules unless they say packed. All take turns
-on every prompt, in one process; a ratio is the median over turns.
+are the backends of the linear layers; transformers' own rows run on plain modules unless they say packed. A trained draft
+model is packed in bfloat16 where the processor is fast in it, as ``--drafter-dtype auto`` does. All take turns on every
+prompt, in one process; a ratio is the median over turns.
 """
 
 import argparse
@@ -30,13 +31,16 @@ from draftsmith.decode.loop import SpeculativeOutput, speculative_generate
 from draftsmith.decode.packed import use_backend
 from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.stats import RowStats, Stats
+from draftsmith.decode.tree import as_layout
 from draftsmith.eval.cost_model import expected_speedup, verification_curve
+from draftsmith.eval.options import parse_tree
 from draftsmith.heads.load import load_drafter
 from draftsmith.models.cut import cut_layers
 from draftsmith.models.quiet import quiet
 from draftsmith.models.target import Target
 
 BATCH = 8
+TREES = ["[[0],[1],[0,0]]", "[[0],[1],[0,0],[2],[0,1],[0,0,0]]"]
 
 
 @dataclass
@@ -52,6 +56,9 @@ class Pair:
     def decode(self, rows: list[list[int]], max_new_tokens: int, drafter: Any, length: Any) -> SpeculativeOutput:
         """Decode a batch greedily; `drafter` None: plainly."""
         prompts = pad_rows(rows, self.target)
+        tree = None
+        if isinstance(length, list):
+            tree, length = length, as_layout(length).depth
         return speculative_generate(
             self.target,
             drafter,
@@ -59,6 +66,7 @@ class Pair:
             prompts.attention_mask,
             max_new_tokens=max_new_tokens,
             num_speculative_tokens=length,
+            tree=tree,
         )
 
     @property
@@ -73,7 +81,8 @@ def make_pairs(target: Target, drafter: str | None) -> dict[str, Pair]:
     for backend in ("plain", "packed"):
         own = target if backend == "plain" else replace(target, model=copy.deepcopy(target.model))
         made: Any = DraftModel(cut_layers(own.model, range(4)), own.vocab_size)
-        made = made if drafter is None else load_drafter(drafter, own)
+        if drafter is not None:
+            made = load_drafter(drafter, own, "auto" if backend == "packed" else "target")
         used = {use_backend(own.model, backend), use_backend(made.module, backend)}  # type: ignore[arg-type]
         if used == {backend}:
             pairs[backend] = Pair(backend, own, made)
@@ -136,6 +145,8 @@ def contestants(pairs: dict[str, Pair], options: argparse.Namespace) -> dict[str
     best = pairs.get("packed", pairs["plain"])
     for policy in options.policies:
         rows[f"speculative, {best.backend}, {policy}"] = ours, best, int(policy) if policy.isdigit() else policy
+    for text in options.trees if isinstance(best.drafter, DraftModel) else ():
+        rows[f"speculative, {best.backend}, tree {text}"] = ours, best, parse_tree(text)
     return {name: partial(work, pair, name, options, what) for name, (work, pair, what) in rows.items()}
 
 
@@ -245,6 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--policies", nargs="*", default=["1", "2", *POLICIES], help="further numbers or length policies"
     )
+    parser.add_argument("--trees", nargs="*", default=TREES, help="widths per depth or lists of paths")
     parser.add_argument("--cost-seconds", type=float, default=8.0, help="for the cost model's measurements, a backend")
     options = parser.parse_args()
     begin(options)
