@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/draftsmith train distill_smollm2 engine.minutes=$(MINUTES) output=$(DEMO) --resume
 	$(BIN)/draftsmith eval $(TARGET) $(DEMO)/final --untrained $(DEMO)/start --prompts shipped --limit $(LIMIT) \
-		--num-speculative-tokens 2 --max-new-tokens 48 --out $(DEMO)/report
+		--tree auto --drafter-dtype auto --max-new-tokens 48 --out $(DEMO)/report
 	@echo
 	@echo 'The report: $(DEMO)/report/report.html (the numbers: $(DEMO)/report/report.json)'
 
