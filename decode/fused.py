@@ -21,6 +21,7 @@ from .forward import CachedLM
 from .onednn import PackedProduct, supported
 
 _FUSED = "_draftsmith_fused"
+_AGREED = "_draftsmith_fused_agreed"  # whether fused logits were found to be the plain ones: weights do not change that
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of logits, relative to their norm
@@ -38,7 +39,7 @@ def fuse(draft_lm: DraftLM) -> bool:
     if draft_lm.device.type != "cpu" or not supported(draft_lm.dtype):
         return False
     passes = _passes(draft_lm)
-    if passes is None:
+    if passes is None or not draft_lm.__dict__.get(_AGREED, True):
         return False
     plain = draft_lm.forward
 
@@ -56,11 +57,14 @@ def fuse(draft_lm: DraftLM) -> bool:
             return passes.run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
         return plain(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, **options)
 
+    before = None if _AGREED in draft_lm.__dict__ else _logits(draft_lm)
     # Instance attributes, as for packed layers: parameters and names stay as they are.
-    before = _logits(draft_lm)
     draft_lm.__dict__["forward"], draft_lm.__dict__[_FUSED] = forward, passes
-    if (_logits(draft_lm) - before).norm() > _TOLERANCE[draft_lm.dtype] * before.norm():
-        unfuse(draft_lm)
+    if before is not None:
+        distance = (_logits(draft_lm) - before).norm()
+        draft_lm.__dict__[_AGREED] = bool(distance <= _TOLERANCE[draft_lm.dtype] * before.norm())
+        if not draft_lm.__dict__[_AGREED]:
+            unfuse(draft_lm)
     return is_fused(draft_lm)
 
 
