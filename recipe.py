@@ -78,6 +78,8 @@ class DataSection(Section):
     sampling: SamplingSection = SamplingSection()  # for target answers
     prompt_sampling: SamplingSection | None = None  # for self-written prompts; None: as the answers
     generation_batch: int = Field(default=32, ge=1)
+    # in which the target writes prompts and answers; "auto": bfloat16 where that is faster; None: as it is loaded
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     packing: bool = True
     cache: Literal["none", "hidden", "topk"] = "none"  # teacher outputs kept on disk
     cache_top_k: int = Field(default=64, ge=1)
@@ -137,7 +139,7 @@ class OptimizerSection(Section):
 class EngineSection(Section):
     """How the run is executed."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"  # "auto": bf16 where the device computes it natively
     tokens_per_step: int = Field(default=8192, ge=1)  # tokens an optimizer step, all ranks together
     tokens_per_forward: int | None = Field(default=None, ge=1)  # per rank; None: tokens_per_step / ranks
     steps: int | None = Field(default=None, ge=1)

@@ -111,6 +111,7 @@ class EagleDrafter(Section):
     num_key_value_heads: int | None = Field(default=None, ge=1)  # None: the target's
     unroll: int | None = Field(default=None, ge=1)  # steps on its own outputs in training; None: 1 (version 1), 5 (3)
     step_decay: float = Field(default=0.8, gt=0, le=1)  # step j's loss weighs this to the power of j
+    first_alone: float = Field(default=0.0, ge=0, le=1)  # share of the training that takes the first of them alone
     feature_weight: float | None = Field(default=None, ge=0)  # of the smooth L1 on features; None: 1 (version 1), 0 (3)
     noise: float = Field(default=0.0, ge=0)  # half-width of the uniform noise on the target's features (version 1)
 

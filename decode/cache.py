@@ -33,14 +33,17 @@ class RaggedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, where: _Columns, batch_size: int):
+    def __init__(self, where: _Columns, batch_size: int, dtype: torch.dtype):
         super().__init__()
         self.where = where
         self.batch_size = batch_size
+        self.dtype = dtype
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
-            states.new_zeros(self.batch_size, _rounded(self.where.width), states.shape[1], states.shape[3])
+            states.new_zeros(
+                self.batch_size, _rounded(self.where.width), states.shape[1], states.shape[3], dtype=self.dtype
+            )
             for states in (key_states, value_states)
         )
         self.device = key_states.device
@@ -65,7 +68,7 @@ class RaggedLayer(CacheLayerMixin):
             buffer[:, where.start : where.start + states.shape[1]] = states
         else:
             rows = torch.arange(buffer.shape[0], device=buffer.device) if where.rows is None else where.rows
-            buffer[rows[:, None], where.columns] = states
+            buffer[rows[:, None], where.columns] = states.to(buffer.dtype)
         return buffer
 
     def _seen(self, buffer: Tensor) -> Tensor:
@@ -108,9 +111,10 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """Keys and values of every layer for rows of different lengths. Lengths are the caller's (see ``CachedLM``)."""
 
-    def __init__(self, num_layers: int, batch_size: int):
+    def __init__(self, num_layers: int, batch_size: int, dtype: torch.dtype):
+        """`dtype`: of the keys and values that are kept, whatever the model computes them in."""
         self.where = _Columns()
-        super().__init__(layers=[RaggedLayer(self.where, batch_size) for _ in range(num_layers)])
+        super().__init__(layers=[RaggedLayer(self.where, batch_size, dtype) for _ in range(num_layers)])
 
     def place(
         self, columns: Int[Tensor, "rows fed"] | None, start: int, width: int, rows: Int[Tensor, "rows"] | None = None

@@ -1,9 +1,7 @@
 """A causal LM with a ragged cache: feed tokens (a chain or a tree), then say which of them stay."""
 
 import inspect
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..models.views import TwoParts
+from .attention import cache_dtype, cached_attention
 from .cache import RaggedCache
 from .masks import attention_masks
 
@@ -33,7 +32,7 @@ class CachedLM:
     def __init__(self, model: Any, batch_size: int, hidden_states: Sequence[int] = ()):
         config = model.config.get_text_config(decoder=True)
         self.model = model
-        self.cache = RaggedCache(config.num_hidden_layers, batch_size)
+        self.cache = RaggedCache(config.num_hidden_layers, batch_size, cache_dtype(model))
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=model.device)
         self.host_lengths = [0] * batch_size  # the same on the host, so that no pass waits for the device
         self.num_pending = 0
@@ -109,7 +108,9 @@ class CachedLM:
         """
         assert self.num_pending == sum(part.shape[1] for part in self._begun), "a token between was fed, not begun"
         placed = self._place(tokens, None)
-        hidden, normed = parts.first(**self._inputs(tokens, placed))
+        inputs = self._inputs(tokens, placed)
+        with cached_attention(self.model):
+            hidden, normed = parts.first(**inputs)
         self._begun.append(hidden)
         self._parts = parts
         return hidden, normed
@@ -169,8 +170,9 @@ class CachedLM:
             raise ValueError(f"a pass in two parts knows the hidden states between them, not those of layers {unknown}")
         between = torch.cat(self._begun, 1)
         self.num_pending, self._begun = 0, []
-        with _grouped_attention(tokens.device):
-            out = parts.rest(between, **self._inputs(tokens, self._place(tokens, None)), **inputs)
+        inputs |= self._inputs(tokens, self._place(tokens, None))
+        with cached_attention(self.model):
+            out = parts.rest(between, **inputs)
         return Outputs(out.logits if want_logits else None, dict.fromkeys(self._asked, between))
 
     def _place(self, tokens: Tensor, parents: Tensor | None) -> "_Placed":
@@ -244,7 +246,7 @@ class CachedLM:
         taken = self._inputs(tokens, placed)
         if "inputs_embeds" in inputs:
             del taken["input_ids"]
-        with _grouped_attention(tokens.device):
+        with cached_attention(self.model):
             out = self.model(**taken, **inputs)
         hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
         return Outputs(out.logits if want_logits else None, hidden)
@@ -267,20 +269,3 @@ class _Placed(NamedTuple):
     positions: Int[Tensor, "rows fed"]
     seen: Bool[Tensor, "rows fed width"]
     key_positions: Int[Tensor, "rows width"]
-
-
-_FORCE_GROUPS = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers looks at it in every attention layer
-
-
-@contextmanager
-def _grouped_attention(device: torch.device) -> Iterator[None]:
-    """On a CPU, attention with a mask shares keys among queries rather than copying them for each (measured: 4 % of a pass
-    over a few tokens). On a GPU a mask and shared keys together leave only torch's slow kernel."""
-    if device.type != "cpu" or _FORCE_GROUPS in os.environ:
-        yield
-        return
-    os.environ[_FORCE_GROUPS] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_FORCE_GROUPS]

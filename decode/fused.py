@@ -120,7 +120,8 @@ class _Layer:
         groups = self.heads // self.kv_heads
         queries = queries.view(rows, n, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = seen if n == 1 else seen.repeat(1, 1, groups, 1)
-        mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling)
+        queries = queries.to(keys.dtype)  # attention is computed in what the cache holds
+        mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling).to(normed.dtype)
         return mixed.view(rows, self.kv_heads, groups, n, self.dim).permute(0, 3, 1, 2, 4).reshape(rows, n, -1)
 
 

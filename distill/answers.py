@@ -33,6 +33,7 @@ from ..errors import BadInput
 from ..models.target import Target
 from ..models.vocabulary import tokenizer_hash
 from ..progress import Stage, say, stage
+from .author import writing_in
 
 _PROMPT_STREAM = 1 << 40  # keeps the random streams of written prompts apart from those of answers
 
@@ -50,6 +51,7 @@ class AnswerSettings(NamedTuple):
     prompt_sampling: Sampling | None = None  # of self-written prompts; None: as the answers
     self_share: float = 0.5  # of a round's prompts, written by the target itself while given ones last
     keep_states: tuple[int, ...] = ()  # layers whose hidden states are stored, at all positions but the last
+    dtype: torch.dtype | None = None  # in which the target writes; None: as it is loaded
 
 
 class Amount(NamedTuple):
@@ -87,9 +89,10 @@ def write_answers(
         say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included, written before")
         return store
     arrays: dict[str, ArraySpec] = hidden_arrays(target.hidden_size) if settings.keep_hidden else {}
-    arrays |= state_arrays(settings.keep_states, target.hidden_size, target.dtype)
+    arrays |= state_arrays(settings.keep_states, target.hidden_size, job.dtype)
     with StoreWriter(folder, job.fingerprint(), arrays, shard_bytes=2**62, flush_seconds=float("inf")) as writer:
-        _write_rounds(job, writer, folder / "rounds.json")
+        with writing_in(target, job.dtype) as job.author:
+            _write_rounds(job, writer, folder / "rounds.json")
         if not len(writer):
             raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")
         writer.finish()
@@ -144,6 +147,8 @@ class _Job:
         if own_prompts and amount == Amount():
             raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
         self.target, self.settings, self.own_prompts, self.amount = target, settings, own_prompts, amount
+        self.dtype = settings.dtype or target.dtype
+        self.author = target  # while rounds are written, a copy of it where they are written in another dtype
         self.examples = list(examples)
         assert target.tokenizer is not None
         self.tokenizer: Any = target.tokenizer
@@ -182,12 +187,12 @@ class _Job:
     def fingerprint(self) -> dict[str, Any]:
         """Everything the answers depend on."""
         settings = self.settings._asdict() | {
+            "dtype": str(self.dtype),
             "sampling": list(self.settings.sampling),
             "prompt_sampling": None if self.settings.prompt_sampling is None else list(self.settings.prompt_sampling),
         }
         return {
             "target": self.target.name,
-            "dtype": str(self.target.dtype),
             "tokenizer": tokenizer_hash(self.tokenizer),
             "chat_template": template_hash(self.tokenizer),
             "prompts": examples_hash(self.examples),
@@ -245,7 +250,7 @@ class _Job:
         written: dict[int, str] = {}
         templated = has_template(self.tokenizer)
         for row in generate_batched(
-            self.target,
+            self.author,
             [header] * len(numbers),
             max_new_tokens=max(1, self.settings.max_prompt_length - len(header)),
             sampling=self.settings.prompt_sampling or self.settings.sampling,
@@ -285,7 +290,7 @@ class _Job:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours in length share a batch
         longest = self.settings.max_length - len(prompts[order[0]])
         rows = generate_batched(
-            self.target,
+            self.author,
             [prompts[i] for i in order],
             max_new_tokens=min(self.settings.max_new_tokens, longest),
             sampling=self.settings.sampling,
@@ -306,7 +311,7 @@ class _Job:
             ids = torch.tensor(prompts[i] + row.tokens[:room])
             arrays = {} if row.hidden is None else {"hidden": row.hidden[:room]}
             # At once where and as they are stored: a round of them may be larger than the target.
-            dtype = state_dtype(self.target.dtype)
+            dtype = state_dtype(self.dtype)
             arrays |= {state_array(layer): rows[: len(ids)].to("cpu", dtype) for layer, rows in row.states.items()}
             finished.append(StoredSequence(ids, len(prompts[i]), arrays, number))
             bar.advance(1 if turn == 0 else 0, tokens=len(row.tokens))

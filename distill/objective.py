@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..decode.sampling import Sampling, probabilities
 from ..models.draft_lm import DraftLM
+from .attention import quick_attention
 from .batch import DistillBatch
 from .chunked import DraftHead, chunked_loss
 from .mixture import Mixture
@@ -43,7 +44,8 @@ class DraftModelObjective(nn.Module):
 
     def forward(self, batch: DistillBatch) -> LossSums:
         """Sums over the batch's labels; in some steps also of the served alpha and of greedy agreement."""
-        hidden = last_hidden(self.lm.backbone, self.lm, batch).flatten(0, 1)[batch.predictors]
+        with quick_attention(self.lm.model, batch.input_ids.shape[1]):
+            hidden = last_hidden(self.lm.backbone, self.lm, batch).flatten(0, 1)[batch.predictors]
         measure = self._measures or not self.training
         needs_target = self.mixture.needs_target or measure
         head = self.lm.head

@@ -35,7 +35,7 @@ def context_pass(
 ) -> Context:
     """Read packed texts: tokens see those before them in their own segment."""
     rows, length = input_ids.shape
-    cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows)
+    cache = RaggedCache(model.config.get_text_config(decoder=True).num_hidden_layers, rows, model.dtype)
     cache.place(None, 0, length)
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     seen = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()

@@ -1,9 +1,11 @@
 """The target: the model whose output distribution is preserved, frozen."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import BadInput
@@ -83,6 +85,37 @@ def as_target(model_or_target: Any) -> Target:
         raise BadInput(f"{type(model_or_target).__name__}: only decoder-only causal LMs can be targets")
     name = model_or_target.name_or_path or type(model_or_target).__name__
     return _freeze(model_or_target, None, name)
+
+
+def in_dtype(target: Target, dtype: torch.dtype) -> Target:
+    """A copy of `target` as if it had been loaded in `dtype`; the target itself stays as it is and shares nothing with it.
+
+    Tied weights stay tied. What a model family keeps in float32 whatever the dtype stays so, and so do buffers, such as the
+    frequencies of rotary positions.
+
+    Raises:
+        ValueError: a module runs another forward than its class's (packed weights): the copy would run the target's.
+    """
+    if any("forward" in module.__dict__ for module in target.model.modules()):
+        raise ValueError("the model's products are packed: unpack it before it is copied")
+    kept = _kept_in_float32(target.model, dtype)
+    # To the deep copy these are parameters that it has copied already: none is copied in the old dtype first.
+    cast: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=False)
+        for name, parameter in target.model.named_parameters()
+        if parameter.is_floating_point() and not any(part in name for part in kept)
+    }
+    return replace(target, model=copy.deepcopy(target.model, cast))
+
+
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Parts of the names of parameters that transformers loads in float32 although the model is loaded in `dtype`."""
+    kept: set[str] = set()
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return kept
 
 
 def _freeze(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> Target:

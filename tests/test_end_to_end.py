@@ -146,10 +146,9 @@ def test_a_dry_run_counts_and_touches_nothing(run, chat_folder, tmp_path):
     assert f"target: {chat_folder}/model, {total:,} parameters" in lines
     trained = own - target.model.embed_tokens.weight.numel()
     assert f"drafter: model, {own:,} parameters, {trained:,} of them trained, 100 ids scored" in lines
-    assert (
-        "data: 48 given prompts, prompts written by the target: 8; answered by the target with at most 12 tokens"
-        in (lines)
-    )
+    data = "data: 48 given prompts, prompts written by the target: 8; answered by the target with at most 12 tokens"
+    assert f"{data} in float32" in lines
+    assert "training: in fp32" in lines
     assert "evaluation: 16 prompts" in lines
     assert yaml.safe_load(done.out.split("\n\n")[0])["engine"]["steps"] == 8
     assert not (tmp_path / "runs").exists()

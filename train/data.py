@@ -9,6 +9,7 @@ from ..data.sources import Example, examples_hash, read_examples
 from ..data.store import Store
 from ..decode.sampling import Sampling
 from ..distill.answers import Amount, AnswerSettings, write_answers
+from ..distill.author import writing_dtype
 from ..distill.id_frequencies import expected_counts_in
 from ..distill.mixture import parse_mixture
 from ..distill.teacher import absolute_layer
@@ -86,6 +87,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         prompt_sampling=None if data.prompt_sampling is None else served_sampling(data.prompt_sampling),
         self_share=data.self_share,
         keep_states=tuple(dict.fromkeys(absolute_layer(layer, target.num_layers) for layer in read or ())),
+        dtype=writing_dtype(data.dtype, target.dtype, target.device),
     )
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
@@ -95,6 +97,8 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         encoded.expected_counts = expected_counts_in(folder / "expected_counts.safetensors", target, store)
     if data.cache == "topk":
         data_hash = store.fingerprint["prompts"] + str(len(store))
+        if settings.dtype != target.dtype:  # the same prompts, answered otherwise
+            data_hash += store.fingerprint["dtype"]
         return TrainingData(encoded, _cache(recipe, target, encoded, folder, data_hash))
     return TrainingData(encoded, None if data.cache == "none" else store)
 

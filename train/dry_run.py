@@ -11,6 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..data.chats import Encoded
 from ..data.encoded_set import EncodedSet, encode_examples
 from ..data.sources import Example
+from ..distill.author import in_words, writing_dtype
 from ..distill.objective import DraftModelObjective
 from ..errors import BadInput
 from ..eval.run import evaluation_prompts
@@ -22,6 +23,7 @@ from ..models.target import Target
 from ..recipe import DrafterInit, ModelDrafter, Recipe
 from ..recipe_io import resolved_yaml
 from .data import check_recipe, read_prompts_or_chats, served_sampling, usable_length
+from .engine import resolve_precision
 
 
 def dry_run(recipe: Recipe) -> str:
@@ -37,7 +39,9 @@ def dry_run(recipe: Recipe) -> str:
     lines = [resolved_yaml(recipe).rstrip(), ""]
     lines += parameter_lines(recipe, config, tokenizer)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    lines += list(_data_lines(recipe, examples, tokenizer, limit))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines += list(_data_lines(recipe, examples, tokenizer, limit, _dtype_of_answers(recipe, config, device)))
+    lines.append(f"training: in {resolve_precision(recipe.engine.precision, device)}")
     lines.append(f"evaluation: {len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit)):,} prompts")
     lines.append("dry run: nothing was trained or written")
     return "\n".join(lines)
@@ -118,7 +122,16 @@ def _nothing() -> EncodedSet:
     return EncodedSet.collect([(0, Encoded([0, 1], [False, True]))])
 
 
-def _data_lines(recipe: Recipe, examples: list[Example], tokenizer: Any, context_limit: int | None) -> Iterator[str]:
+def _dtype_of_answers(recipe: Recipe, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype in which the target would write on `device`."""
+    loaded = config.dtype or torch.get_default_dtype() if recipe.target.dtype == "auto" else recipe.target.dtype
+    loaded = getattr(torch, loaded) if isinstance(loaded, str) else loaded
+    return writing_dtype(recipe.data.dtype, loaded, device)
+
+
+def _data_lines(
+    recipe: Recipe, examples: list[Example], tokenizer: Any, context_limit: int | None, dtype: torch.dtype
+) -> Iterator[str]:
     data = recipe.data
     if data.responses == "given":
         if tokenizer is None:
@@ -130,4 +143,4 @@ def _data_lines(recipe: Recipe, examples: list[Example], tokenizer: Any, context
     if "self" in data.sources:
         own = "as many as the minutes allow" if data.num_self_prompts is None else f"{data.num_self_prompts:,}"
         parts.append(f"prompts written by the target: {own}")
-    yield f"data: {', '.join(parts)}; answered by the target with at most {data.max_new_tokens} tokens"
+    yield f"data: {', '.join(parts)}; answered by the target with at most {data.max_new_tokens} tokens in {in_words(dtype)}"

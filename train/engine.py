@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from torch import nn
 from ..decode.packed import fast_products
 from ..distill.trainee import LossSums, MicroBatch
 from ..errors import BadInput
+from ..models.native import fast_bf16
 from .optimizer import build_adamw
 from .rng import seed_all
 from .weights import read_weights, write_weights
@@ -33,8 +34,15 @@ Precision = Literal["fp32", "bf16"]
 _PATIENCE = timedelta(hours=12)
 
 
+def resolve_precision(asked: Precision | Literal["auto"], device: torch.device) -> Precision:
+    """`asked` itself; ``"auto"`` is bf16 where `device` computes products in it natively, else fp32."""
+    if asked != "auto":
+        return asked
+    return "bf16" if fast_bf16(device) else "fp32"
+
+
 def start_engine(
-    precision: Precision = "fp32",
+    precision: Precision | Literal["auto"] = "fp32",
     *,
     deepspeed: dict[str, Any] | None = None,
     clip: float | None = 1.0,
@@ -48,9 +56,10 @@ def start_engine(
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    cuda = torch.cuda.is_available()
+    precision = resolve_precision(precision, torch.device("cuda" if cuda else "cpu"))
     zero = None if deepspeed is None else zero_config(deepspeed, precision=precision, clip=clip)
     _check_launcher(zero is not None)
-    cuda = torch.cuda.is_available()
     if cuda and precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise BadInput("engine.precision: this GPU has no bf16; set fp32")
     if zero is not None:
@@ -194,7 +203,7 @@ class Engine:
         """
         if self.deepspeed:
             self.model.set_gradient_accumulation_boundary(last)
-        with self._no_sync() if not last else nullcontext(), fast_products(self.device):
+        with self._no_sync() if not last else nullcontext(), self.products():
             sums = self.model(micro_batch)
             if not sums.loss_sum.requires_grad:
                 raise RuntimeError("the trainee's loss_sum depends on no trainable parameter: make it zero times one")
@@ -204,6 +213,19 @@ class Engine:
             else:
                 loss.backward()
         return LossSums(sums.loss_sum.detach(), sums.count, sums.metrics)
+
+    def products(self) -> AbstractContextManager[Any]:
+        """Faster products of training passes in fp32 on a CPU. In bf16 torch calls oneDNN by itself."""
+        return fast_products(self.device) if self.precision == "fp32" else nullcontext()
+
+    def as_in_training(self) -> AbstractContextManager[Any]:
+        """Inside, passes of a trainee that is not prepared yet compute as those of :meth:`forward_backward`: to time them."""
+        inside = ExitStack()
+        inside.enter_context(self.products())
+        # Without the cache, which would keep the cast weights from one pass to the next: each training pass casts them.
+        in_bf16 = self.precision == "bf16"
+        inside.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=in_bf16, cache_enabled=False))
+        return inside
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()

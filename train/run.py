@@ -12,7 +12,7 @@ from ..decode.packed import fast_products, unpack, use_backend
 from ..distill.batch import DistillBatch
 from ..distill.head_fit import fit_head, has_own_head
 from ..distill.objective import DraftModelObjective
-from ..distill.trainee import StepSource
+from ..distill.trainee import Staged, StepSource
 from ..errors import BadInput
 from ..heads.build import Trainable, build_trainable
 from ..models.target import Target, load_target
@@ -30,6 +30,7 @@ from .search import run_search
 from .steps import build_steps, fitting_batches, steps_in
 
 FINAL, START = "final", "start"
+_TIMED_TOKENS = 4096  # of the steps that a budget in minutes is worked out from, about
 
 __all__ = ["dry_run", "train"]
 
@@ -202,18 +203,26 @@ def _budget(
 
     def seconds_a_step() -> float:
         say("measuring how long a step and an evaluation take")
+        # Small steps differ much in their tokens, and those of a staged objective in what they do: some are timed, as if
+        # they lay all over the training.
+        number = 1 if recipe.objective.rollouts else max(2, min(16, _TIMED_TOKENS // recipe.engine.tokens_per_step))
         state = steps.state_dict()
-        batches = next(steps)
+        timed_steps = [next(steps) for _ in range(number)]
         steps.load_state_dict(state)
 
+        staged: Staged | None = objective if isinstance(objective, Staged) else None
+
         def passes() -> None:
-            for batch in batches:
-                objective(batch).loss_sum.backward()
-            objective.zero_grad(set_to_none=True)
+            for step, batches in enumerate(timed_steps):
+                if staged is not None:
+                    staged.begin_step(100 * step + 50, 100 * number)
+                for batch in batches:
+                    objective(batch).loss_sum.backward()
+                objective.zero_grad(set_to_none=True)
 
         # The optimizer itself is small beside forward and backward; a tenth is kept for it and for checkpoints.
-        with fast_products(engine.device):  # as the engine's own passes
-            return 1.1 * timed(passes, repeats=3)
+        with engine.as_in_training():
+            return 1.1 * timed(passes, repeats=2) / number
 
     def seconds_an_evaluation() -> float:
         assert held_out is not None

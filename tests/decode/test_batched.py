@@ -79,6 +79,15 @@ def test_a_sample_depends_on_its_number_and_the_seed_alone(tiny_llama, prompts):
     assert sum(other[i].tokens == base[i].tokens for i in base) < len(base) / 2
 
 
+def test_rows_that_are_drawn_a_few_at_a_time_get_the_same_tokens(tiny_llama, prompts, monkeypatch):
+    target = as_target(tiny_llama())
+    expected = answers(target, prompts, sampling=SAMPLED, seed=3)
+    for at_once in (1, 2 * target.vocab_size, 3 * target.vocab_size + 1):
+        monkeypatch.setattr(batched, "_LOGITS_AT_ONCE", at_once)
+        found = answers(target, prompts, sampling=SAMPLED, seed=3)
+        assert {i: row.tokens for i, row in found.items()} == {i: row.tokens for i, row in expected.items()}
+
+
 @pytest.mark.parametrize("settings", [Sampling(1.0), Sampling(0.7, top_k=4, top_p=0.9)])
 def test_samples_have_the_targets_joint_distribution(settings, tiny_llama, reference):
     """2,000 prompts in 64 slots that are refilled all the time, against exact enumeration."""
@@ -170,6 +179,31 @@ def test_a_shared_beginning_read_once_changes_nothing(family, lengths, batch_siz
 )
 def test_what_all_prompts_begin_with_leaves_a_token_of_each(prompts, shared):
     assert batched._num_shared(prompts) == shared
+
+
+def test_prompts_read_together_are_of_similar_length():
+    """A new pass begins where padding would cost more than the pass itself: 64 tokens on a CPU."""
+    lengths = [30, 3, 10, 2, 31, 100, 9, 30, 0]
+    cpu, gpu = (batched._of_similar_length(lengths, torch.device(name)) for name in ("cpu", "cuda"))
+    assert cpu == [[8, 3, 1, 6, 2], [0, 7, 4], [5]]
+    assert gpu == [[8, 3, 1, 6, 2, 0, 7, 4, 5]]
+    for group in cpu:
+        assert sum(lengths[group[-1]] - lengths[i] for i in group) <= 64
+    assert batched._of_similar_length([7] * 100, torch.device("cpu")) == [list(range(100))]
+
+
+@pytest.mark.parametrize("at_once", [0, 20, 10**6])
+def test_answers_and_states_do_not_depend_on_which_prompts_are_read_together(
+    at_once, tiny_gemma3, prompts, monkeypatch
+):
+    target = as_target(tiny_gemma3(layers=3))
+    asked = {"batch_size": 4, "sampling": SAMPLED, "eos_token_ids": [5, 17, 40], "keep_states": (0, 3)}
+    expected = answers(target, prompts, **asked)
+    monkeypatch.setitem(batched._PASS_IN_TOKENS, "cpu", at_once)
+    for i, row in answers(target, prompts, **asked).items():
+        assert row.tokens == expected[i].tokens
+        for layer, states in row.states.items():
+            torch.testing.assert_close(states, expected[i].states[layer], rtol=1e-4, atol=2e-5)
 
 
 def test_a_draft_model_writes_with_the_ids_that_it_scores(tiny_llama, prompts):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ from draftsmith.data.encoded_set import EncodedSet
 from draftsmith.data.packing import pack
 from draftsmith.data.sources import Example
 from draftsmith.data.store import Store
+from draftsmith.decode.packed import is_packed, unpack, use_backend
 from draftsmith.decode.sampling import Sampling
-from draftsmith.distill import answers
+from draftsmith.distill import answers, author
 from draftsmith.distill.answers import Amount, AnswerSettings, write_answers
 from draftsmith.distill.batch import distill_batch
 from draftsmith.distill.id_frequencies import expected_counts
@@ -297,6 +299,72 @@ def test_answers_are_cut_to_max_length_with_their_hidden_states(target, tmp_path
         assert len(cut.arrays["states_1"]) in (len(cut.input_ids) - 1, len(cut.input_ids))
 
 
+@pytest.mark.parametrize("backend", ["plain", "packed"])
+def test_a_copy_in_another_dtype_writes_and_is_gone_afterwards(
+    target, backend, chat_folder, tmp_path, monkeypatch, capsys
+):
+    """Answers and states are those of the model as loaded in that dtype; the target stays as it was, packed or not."""
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    backend = use_backend(target.model, backend)
+    made = []
+    copying = author.in_dtype
+    monkeypatch.setattr(
+        author, "in_dtype", lambda *asked: (copied := copying(*asked), made.append(weakref.ref(copied.model)))[0]
+    )
+    layers = (1, target.num_layers)
+    settings = SETTINGS._replace(keep_states=layers, dtype=torch.bfloat16)
+    store = write_answers(target, questions(4), True, settings, SELF, tmp_path / "cast")
+    assert "the target writes in bfloat16" in capsys.readouterr().out
+    assert [model() for model in made] == [None]
+    assert is_packed(target.model) is (backend == "packed")
+    unpack(target.model)
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    loaded = load_target(str(chat_folder / "model"), "bfloat16")
+    use_backend(loaded.model, "auto")
+    expected = write_answers(loaded, questions(4), True, settings._replace(dtype=None), SELF, tmp_path / "loaded")
+    assert expected.fingerprint["dtype"] == store.fingerprint["dtype"] == "torch.bfloat16"
+    assert store[0].arrays["states_1"].dtype == torch.bfloat16
+    for one in store:
+        hidden = loaded.model.base_model(input_ids=one.input_ids[None]).last_hidden_state[0, :-1]
+        found = one.arrays[f"states_{target.num_layers}"]
+        torch.testing.assert_close(found, hidden, rtol=0.1, atol=0.1)  # bfloat16 in a batch, and alone
+    # The backends of the two may differ in rounding, so in a token now and then.
+    assert (
+        sum(a.input_ids.tolist() == b.input_ids.tolist() for a, b in zip(store, expected, strict=False))
+        >= len(store) / 2
+    )
+    again = write_answers(target, questions(4), True, settings, SELF, tmp_path / "cast")
+    assert len(made) == 1, "a finished store is read without a copy"
+    assert content(again) == content(store)
+
+
+def test_the_target_s_own_dtype_needs_no_copy(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(author, "in_dtype", lambda *asked: pytest.fail("copied"))
+    settings = SETTINGS._replace(dtype=torch.float32)
+    store = write_answers(target, questions(2), False, settings, Amount(), tmp_path)
+    again = write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
+    assert content(store) == content(again), "the same store, whether the dtype was named or not"
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded", "device", "native", "expected"),
+    [
+        (None, torch.float32, "cpu", True, torch.float32),
+        (None, torch.float16, "cuda", True, torch.float16),
+        ("auto", torch.float32, "cpu", True, torch.bfloat16),
+        ("auto", torch.float32, "cpu", False, torch.float32),
+        ("auto", torch.float32, "cuda", True, torch.float32),
+        ("auto", torch.float16, "cpu", True, torch.float16),
+        ("float32", torch.bfloat16, "cpu", True, torch.float32),
+        ("bfloat16", torch.float32, "cpu", False, torch.bfloat16),
+    ],
+)
+def test_the_dtype_that_is_meant(asked, loaded, device, native, expected, monkeypatch):
+    monkeypatch.setattr(author, "fast_bf16", lambda device: native)
+    assert author.writing_dtype(asked, loaded, torch.device(device)) == expected
+
+
 def test_a_target_without_a_template_continues_plain_text(chat_folder, tmp_path):
     target = load_target(str(chat_folder / "model"))
     assert target.tokenizer is not None
@@ -319,6 +387,13 @@ def test_another_target_template_sampling_or_amount_is_refused_by_name(target, c
         (target, questions(3), SETTINGS, Amount(), "another prompts"),
         (target, questions(2), SETTINGS._replace(sampling=Sampling(0.7)), Amount(), "another sampling"),
         (target, questions(2), SETTINGS._replace(seed=4), Amount(), "another seed"),
+        (
+            target,
+            questions(2),
+            SETTINGS._replace(dtype=torch.bfloat16),
+            Amount(),
+            r"another dtype \(dtype: torch.float32",
+        ),
         (target, questions(2), SETTINGS, SELF, "another own_prompts"),
     ]
     for model, asked, settings, amount, reason in cases:

@@ -125,7 +125,7 @@ def accumulated(objective, batches):
     class OneProcess(Engine):
         def __init__(self):
             self.world_size, self.zero_stage, self.model = 1, None, objective
-            self.device = torch.device("cpu")
+            self.device, self.precision = torch.device("cpu"), "fp32"
 
     objective.zero_grad()
     totals = accumulate(OneProcess(), batches, StopRequest())

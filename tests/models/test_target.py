@@ -9,7 +9,7 @@ from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditional
 
 from draftsmith.errors import BadInput
 from draftsmith.models import loading
-from draftsmith.models.target import as_target, load_target
+from draftsmith.models.target import as_target, in_dtype, load_target
 
 
 @pytest.fixture
@@ -147,3 +147,48 @@ def test_a_real_target(shared_data):
     model: Any = target.model
     text = target.tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0])
     assert "girl" in text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma3", "tiny_gpt2"])
+def test_a_copy_in_another_dtype_is_what_would_have_been_loaded(family, tied, request, tmp_path):
+    request.getfixturevalue(family)(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    target = as_target(loading.load_causal_lm(str(tmp_path), "float32", "cpu"))
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    copied = in_dtype(target, torch.bfloat16)
+    loaded = loading.load_causal_lm(str(tmp_path), "bfloat16", "cpu")
+    found, expected = (dict(model.named_parameters()) for model in (copied.model, loaded))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert (copied.dtype, copied.name, copied.eos_token_ids) == (torch.bfloat16, target.name, target.eos_token_ids)
+    embeddings, head = (getattr(copied.model, f"get_{end}_embeddings")().weight for end in ("input", "output"))
+    assert (embeddings is head) is tied
+    assert not copied.model.training
+    assert not any(parameter.requires_grad for parameter in copied.model.parameters())
+    ids = torch.tensor([[5, 20, 40, 3]])
+    assert torch.equal(copied.model(input_ids=ids).logits, loaded(input_ids=ids).logits)
+    for parameter in copied.model.parameters():
+        parameter.data.zero_()
+    assert target.dtype == torch.float32
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), "the copy shares nothing with the target"
+
+
+def test_what_a_family_keeps_in_float32_stays_so(tiny_llama):
+    target = as_target(tiny_llama())
+    target.model._keep_in_fp32_modules_strict = {"layers.0.input_layernorm"}
+    target.model._keep_in_fp32_modules = {"norm"}
+    for dtype, kept in ((torch.bfloat16, "layers.0.input_layernorm"), (torch.float16, "norm")):
+        for name, parameter in in_dtype(target, dtype).model.named_parameters():
+            assert parameter.dtype == (torch.float32 if kept in name else dtype), name
+
+
+def test_a_model_with_packed_weights_is_not_copied(tiny_llama):
+    """Its modules' own forwards would multiply by the packed weights of the model they were made for."""
+    target = as_target(tiny_llama())
+    layer = target.model.lm_head
+    layer.__dict__["forward"] = layer.forward
+    with pytest.raises(ValueError, match="unpack it"):
+        in_dtype(target, torch.bfloat16)

@@ -4,10 +4,13 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from draftsmith.decode.onednn import supported
 from draftsmith.distill.trainee import LossSums
 from draftsmith.errors import BadInput
-from draftsmith.train.engine import Engine, start_engine
+from draftsmith.train import engine as engine_module
+from draftsmith.train.engine import Engine, resolve_precision, start_engine
 
 ADAMW = {"betas": (0.9, 0.95), "epsilon": 1e-8, "weight_decay": 0.0}
 
@@ -55,6 +58,42 @@ def test_bf16_is_autocast_over_fp32_weights(toy) -> None:
     assert {parameter.dtype for parameter in engine.trainee.parameters()} == {torch.float32}
     assert {gradient.dtype for gradient in gradients_of(engine)} == {torch.float32}
     assert engine.describe()[1].startswith("precision: bf16 (autocast, fp32 weights)")
+
+
+@pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_auto_is_bf16_where_the_device_computes_it_natively(native, precision, toy, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(engine_module, "fast_bf16", lambda device: (asked.append(device.type), native)[1])
+    engine = start_engine("auto")
+    assert engine.precision == precision
+    assert engine.accelerator.mixed_precision == {"bf16": "bf16", "fp32": "no"}[precision]
+    assert engine.describe()[1].startswith(f"precision: {precision}")
+    assert asked == [engine.device.type]
+    assert {resolve_precision(named, engine.device) for named in ("fp32", "bf16")} == {"fp32", "bf16"}
+    assert len(asked) == 1, "what is named is not looked up"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_passes_are_timed_as_they_will_be_computed(precision, toy) -> None:
+    class Watching(toy.Toy):
+        def logits(self, ids):
+            hidden = self.hidden(self.norm(self.embedding(ids)))
+            self.seen.append((hidden.dtype, bool(_get_current_dispatch_mode_stack())))
+            return super().logits(ids)
+
+    engine, trainee = start_engine(precision), Watching()
+    trainee.seen = []
+    batch = next(toy.ToySteps())[0]
+    with engine.as_in_training():
+        for _ in range(2):
+            trainee(batch).loss_sum.backward()
+    trainee.zero_grad()
+    engine.prepare(trainee, **ADAMW)
+    engine.forward_backward(batch, 1.0, last=True)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    # In fp32 on a CPU large products are dispatched to oneDNN; in bf16 torch does so by itself.
+    dispatched = precision == "fp32" and engine.device.type == "cpu" and supported()
+    assert trainee.seen == [(dtype, dispatched)] * 3
 
 
 def test_clipping_bounds_the_step_s_gradient_and_the_norm_before_it_is_returned(toy) -> None:

@@ -92,6 +92,11 @@ CASES = {
     "answered": {"data": ANSWERED},
     "answered, hidden states kept": {"data": {**ANSWERED, "cache": "hidden"}},
     "answered, top k kept": {"data": {**ANSWERED, "cache": "topk"}},
+    "answered in bfloat16, hidden states kept": {"data": {**ANSWERED, "cache": "hidden", "dtype": "bfloat16"}},
+    "answered in bfloat16, top k kept, bf16": {
+        "data": {**ANSWERED, "cache": "topk", "dtype": "bfloat16"},
+        "engine": {"precision": "bf16"},
+    },
     "prompts of its own": {"data": {**SELF, "cache": "hidden"}},
     "cut vocabulary": {"drafter": {"init": ONE_LAYER, "vocabulary": 120}},
     "cut vocabulary, top k kept": {"drafter": {"init": ONE_LAYER, "vocabulary": 120}, "data": {"cache": "topk"}},

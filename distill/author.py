@@ -1,0 +1,47 @@
+"""The target as it writes prompts and answers: itself, or a copy in a dtype in which it writes faster."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..decode.packed import is_packed, unpack, use_backend
+from ..models.native import fast_bf16
+from ..models.target import Target, in_dtype
+from ..progress import say
+
+
+def writing_dtype(asked: str | None, loaded: torch.dtype, device: torch.device) -> torch.dtype:
+    """What `data.dtype` means for a target that was loaded in `loaded` on `device`.
+
+    None is `loaded` itself. ``"auto"`` is bfloat16 for a float32 target on a CPU with native bf16 products, where writing
+    takes half the time, else `loaded`. Other values name a torch dtype.
+    """
+    if asked == "auto":
+        faster = loaded == torch.float32 and device.type == "cpu" and fast_bf16(device)
+        return torch.bfloat16 if faster else loaded
+    return loaded if asked is None else getattr(torch, asked)
+
+
+def in_words(dtype: torch.dtype) -> str:
+    """A dtype's name as a recipe has it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def writing_in(target: Target, dtype: torch.dtype) -> Iterator[Target]:
+    """`target` as it writes in `dtype`: itself, or a copy that is gone afterwards. The target's weights are only read."""
+    say(f"the target writes in {in_words(dtype)}")
+    if dtype == target.dtype:
+        yield target
+        return
+    packed = is_packed(target.model)
+    unpack(target.model)  # its packed copies would only take memory while another model writes
+    copied = in_dtype(target, dtype)
+    use_backend(copied.model, "auto")
+    try:
+        yield copied
+    finally:
+        unpack(copied.model)  # breaks the cycles that would keep the copy until the next garbage collection
+        if packed:
+            use_backend(target.model, "packed")

@@ -1,0 +1,49 @@
+"""Which devices compute in bfloat16 by themselves, by what torch says of them."""
+
+import pytest
+import torch
+
+from draftsmith.models import native
+from draftsmith.models.native import fast_bf16
+
+CPU = torch.device("cpu")
+PROCESSORS = {
+    "AVX2": ({"avx2": True, "avx512_f": False, "avx512_bf16": False, "amx_bf16": False}, False),
+    "AVX-512 without bf16": ({"avx512_f": True, "avx512_vnni": True, "avx512_bf16": False}, False),
+    "converts only": ({"avx2": True, "avx_ne_convert": True}, False),
+    "AVX-512 with bf16": ({"avx512_f": True, "avx512_bf16": True}, True),
+    "AMX": ({"avx512_f": True, "amx_tile": True, "amx_bf16": True}, True),
+    "NEON": ({"neon": True, "bf16": False}, False),
+    "NEON with bf16": ({"neon": True, "bf16": True}, True),
+    "SVE with bf16": ({"neon": True, "sve": True, "sve_bf16": True}, True),
+}
+
+
+@pytest.mark.parametrize(("capabilities", "fast"), PROCESSORS.values(), ids=PROCESSORS.keys())
+def test_a_cpu_is_judged_by_its_instructions(capabilities, fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert fast_bf16(CPU) is fast
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert fast_bf16(CPU) is False, "torch's own loops use none of these instructions"
+
+
+def test_what_torch_cannot_tell_is_not_assumed(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert fast_bf16(CPU) is False
+    assert fast_bf16(torch.device("meta")) is False
+
+
+@pytest.mark.parametrize(("available", "supported"), [(False, True), (True, False), (True, True)])
+def test_a_gpu_must_be_there_and_compute_it_in_hardware(available, supported, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: (asked.append(options), supported)[1])
+    assert fast_bf16(torch.device("cuda", 0)) is (available and supported)
+    assert all(options == {"including_emulation": False} for options in asked)
+
+
+def test_the_names_asked_for_are_those_that_torch_gives():
+    """On this machine's architecture: a name that torch no longer gives would read as "not there"."""
+    known = set(native._capabilities())
+    assert {"avx512_bf16", "amx_bf16"} <= known or "bf16" in known
