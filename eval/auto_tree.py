@@ -2,9 +2,12 @@
 
 How often the target takes the drafter's first, second, … choice is measured teacher-forced on the target's own answers, or
 was measured head by head in training; the best tree of every size follows from that (arXiv:2402.12374, 2401.10774), and the
-size from what a pass over so many tokens costs.
+best size of every depth from what a pass over so many tokens costs. The best of each depth then take turns decoding: what a
+step of theirs really takes decides.
 """
 
+import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import Tensor
 
 from ..decode.costs import StepCosts, measure_costs
 from ..decode.draft import wants
+from ..decode.loop import decode_steps
+from ..decode.prompts import pad_rows
 from ..decode.sampling import Sampling, probabilities
 from ..decode.tree import TreeLayout
 from ..decode.tree_search import best_tree, expected_accepted, tree_from_accuracies
@@ -24,6 +29,7 @@ from .alpha import Answer, forced_batches
 
 _RANKS = 8  # children of a node that are considered
 _MOST_NODES = 24  # of a tree: beyond that a pass is no longer one over a few tokens
+_ROUNDS, _STEPS = 3, 12  # in which the best shapes take turns, and timed steps of a turn
 
 
 def choose_tree(
@@ -43,15 +49,55 @@ def choose_tree(
         # One vector for all depths: deeper levels are accepted less often, so the tree is if anything a little too deep.
         acceptance = [rank_acceptance(target, drafter, answers, sampling).tolist()] * depth
     typical = sorted(answers, key=lambda answer: len(answer.prompt))[len(answers) // 2].prompt
-    costs = measure_costs(target, drafter, typical, len(acceptance), seconds=10.0, min_rounds=3, num_nodes=_MOST_NODES)
+    costs = measure_costs(target, drafter, typical, len(acceptance), seconds=6.0, min_rounds=3, num_nodes=_MOST_NODES)
     # Chosen children may leave a rank out, which helps heads whose second guess is another head's first; drawn ones may not.
     search = tree_from_accuracies if accuracies is not None and sampling.temperature == 0 else best_tree
-    layouts = [search(acceptance, nodes) for nodes in range(1, _MOST_NODES + 1)]
-    best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs))
-    gain = _tokens_per_second(best, acceptance, costs) * costs.verification[1]
-    tokens = 1 + expected_accepted(best, acceptance)
+    shapes: list[TreeLayout] = []
+    for levels in range(1, len(acceptance) + 1):
+        layouts = [search(acceptance[:levels], nodes) for nodes in range(1, _MOST_NODES + 1)]
+        best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs))
+        if best not in shapes:
+            shapes.append(best)
+    plain, *seconds = step_seconds(target, drafter, [None, *shapes], typical, sampling)
+    tokens = [1 + expected_accepted(shape, acceptance) for shape in shapes]
+    chosen = max(range(len(shapes)), key=lambda i: tokens[i] / seconds[i])
+    best, gain = shapes[chosen], tokens[chosen] / seconds[chosen] * plain
     shape = f"{len(best.parents)} nodes, {best.depth} deep"
-    return best, f"{shape}, expected {tokens:.2f} tokens a pass, {gain:.2f} × plain decoding"
+    return best, f"{shape}, expected {tokens[chosen]:.2f} tokens a pass, {gain:.2f} × plain decoding"
+
+
+def step_seconds(
+    target: Target,
+    drafter: Any,
+    shapes: Sequence[TreeLayout | None],
+    prompt: Sequence[int],
+    sampling: Sampling,
+) -> list[float]:
+    """Median time of a decoding step with each of `shapes` (None: plain decoding, without the drafter), in turns."""
+    longest = _STEPS * (1 + max(shape.depth for shape in shapes if shape is not None)) + 2
+    if target.context_limit is not None:
+        prompt = prompt[: max(1, target.context_limit - longest)]
+    times: list[list[float]] = [[] for _ in shapes]
+    for _ in range(_ROUNDS):
+        for shape, found in zip(shapes, times, strict=True):
+            depth = 0 if shape is None else shape.depth
+            steps = decode_steps(
+                target,
+                None if shape is None else drafter,
+                pad_rows([list(prompt)], target),
+                sampling=sampling,
+                max_new_tokens=(depth + 1) * _STEPS + 1,
+                num_speculative_tokens=max(depth, 1),
+                eos_token_id=[],
+                tree=shape,
+            )
+            next(steps)  # reads the prompt too
+            for _ in range(_STEPS):
+                start = time.perf_counter()
+                if next(steps, None) is None:
+                    break
+                found.append(time.perf_counter() - start)
+    return [statistics.median(found) for found in times]
 
 
 def _tokens_per_second(layout: TreeLayout, acceptance: Sequence[Sequence[float]], costs: StepCosts) -> float:
