@@ -16,6 +16,9 @@ BENCHES := $(filter-out bench/results.py bench/heads.py bench/gpu_check.py bench
 # The evaluation keeps to its share of the budget by its number of prompts; the file's order is balanced over categories.
 LIMIT ?= $(shell awk 'BEGIN { n = int(3.6 * $(MINUTES)); print (n < 12 ? 12 : n) }')
 
+# What the demo's drafter drafts, as paths of ranks: two passes of its own, seven tokens in the target's.
+TREE ?= [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint check bench bench-trl results results-heads gpu-check clean
 .DELETE_ON_ERROR:
@@ -45,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/draftsmith train distill_smollm2 engine.minutes=$(MINUTES) output=$(DEMO) --resume
 	$(BIN)/draftsmith eval $(TARGET) $(DEMO)/final --untrained $(DEMO)/start --prompts shipped --limit $(LIMIT) \
-		--tree auto --drafter-dtype auto --max-new-tokens 48 --out $(DEMO)/report
+		--tree '$(TREE)' --drafter-dtype auto --max-new-tokens 48 --out $(DEMO)/report
 	@echo
 	@echo 'The report: $(DEMO)/report/report.html (the numbers: $(DEMO)/report/report.json)'
 

@@ -84,6 +84,8 @@ def _with_chosen_tree(
     say(f"tree: {words}")
     contestant.record.tree_nodes = len(layout.parents)
     contestant.record.num_speculative_tokens = layout.depth
+    if (num_passes := getattr(contestant.drafter, "num_passes", None)) is not None:
+        contestant.record.passes_per_step = num_passes(layout.depth)
     return dataclasses.replace(options, tree=layout.paths), words
 
 
