@@ -8,14 +8,12 @@ what a tuned lens learns (arXiv:2303.08112), without an optimizer.
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ..models.draft_lm import DraftLM
 from .batch import DistillBatch
+from .ridge import RidgeFit
 from .teacher import Teacher, last_hidden
-
-_RIDGE = 0.01  # on the mean of the squares; between 0.001 and 0.1 the result hardly moved
 
 
 def has_own_head(lm: DraftLM) -> bool:
@@ -25,29 +23,18 @@ def has_own_head(lm: DraftLM) -> bool:
 
 @torch.no_grad()
 def fit_head(lm: DraftLM, teacher: Teacher, batches: Iterable[DistillBatch], max_labels: int = 32768) -> float:
-    """Replace the head's weight W (the target's rows) by W Mᵀ, where M minimises |X M - Y|² + ridge |M|².
+    """Replace the head's weight W (the target's rows) by W M, where M takes the draft model's last hidden states closest
+    to the target's, at the labels of `batches`, read up to `max_labels`.
 
-    X and Y are the last hidden states of draft model and target at the labels of `batches`, read up to `max_labels`.
-    Returns the share of Y's variance that X M explains.
+    Returns the share of the variance of the target's that M explains.
     """
-    width, size = lm.head.weight.shape[1], teacher.head.weight.shape[1]
-    gram = torch.zeros(width, width, dtype=torch.float64, device=lm.device)
-    cross = torch.zeros(width, size, dtype=torch.float64, device=lm.device)
-    total, square, count = torch.zeros(size, dtype=torch.float64, device=lm.device), 0.0, 0
+    fit = RidgeFit(constant=False)
     for batch in batches:
-        x = last_hidden(lm.backbone, lm, batch).flatten(0, 1)[batch.predictors].double()
-        y = (batch.teacher if isinstance(batch.teacher, Tensor) else teacher.hidden(batch)).double()
-        gram += x.T @ x
-        cross += x.T @ y
-        total += y.sum(0)
-        square += float((y * y).sum())
-        count += len(y)
-        if count >= max_labels:
+        wanted = batch.teacher if isinstance(batch.teacher, Tensor) else teacher.hidden(batch)
+        fit.add(last_hidden(lm.backbone, lm, batch).flatten(0, 1)[batch.predictors], wanted)
+        if fit.count >= max_labels:
             break
-    regular = _RIDGE * count * torch.eye(width, dtype=torch.float64, device=lm.device)
-    mapping = torch.linalg.solve(gram + regular, cross)
     head = teacher.kept_head if teacher.kept_head is not None else teacher.head
-    weight: Float[Tensor, "kept width"] = head.weight.double() @ mapping.T
-    lm.head.weight.copy_(weight.to(lm.head.weight.dtype))
-    missed = square - 2 * float((mapping * cross).sum()) + float((mapping * (gram @ mapping)).sum())
-    return 1 - missed / (square - float((total * total).sum()) / max(count, 1))
+    weight, explained = fit.folded(head.weight)
+    lm.head.weight.copy_(weight)
+    return explained

@@ -82,7 +82,7 @@ def eagle_in_training(
         layers,
         parse_mixture(objective.loss, objective.temperature),
         served,
-        Weights(config.num_unrolled, config.step_decay, config.weight_of_features, config.noise),
+        Weights(config.num_unrolled, config.step_decay, config.weight_of_features, config.noise, config.first_alone),
         objective.chunk_tokens,
     )
     return EagleInTraining(trained, Eagle(model, target, layers))

@@ -1,22 +1,32 @@
 """A start for an EAGLE drafter that is solved, not trained: the best linear guess of the target's next feature.
 
-What ``fc`` gives is passed on by the residual stream. Solved for by ridge regression over some thousand labels, it alone
-drafts better than minutes of training from random weights would (a tuned lens, arXiv:2303.08112, one token ahead).
-Attention and MLP add nothing at first: they learn what a linear map cannot know.
+From the target's last hidden state and the embedding of the token after it, ridge regression over some thousand labels
+tells the next last hidden state better than minutes of training from random weights would (a tuned lens, arXiv:2303.08112,
+one token ahead). What is left to learn is what a linear map cannot know.
+
+- Version 1: the map is ``fc``. Attention and MLP add nothing at first.
+- Version 3: ``fc`` makes the last hidden state of the fused ones, which the residual stream passes on. The step from there
+  to the next one is attention's, which alone reads the embedding: queries and keys start alike, so that an entry attends
+  to itself most of all, and values and output projection are as much of the map as so many values can carry. Drafting on
+  from its own outputs then is the same step again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..distill.batch import DistillBatch
-from .eagle_model import EagleModel
+from ..distill.ridge import RidgeFit
+from .eagle_model import Attention, EagleModel
+from .eagle_unroll import features_before, seen_entries
 
 Features = Callable[[DistillBatch], dict[int, Float[Tensor, "rows length hidden"]]]
 
-_RIDGE = 0.01  # on the mean of the squares
+_SELF_SCORE = 10.0  # of an entry's query with its own key, before the softmax
+_NOISE = 0.3  # of queries, so that those of one key learn different things
 
 
 @torch.no_grad()
@@ -27,64 +37,118 @@ def fit_start(
     features: Features,
     embed: Callable[[Tensor], Tensor],
     batches: Iterable[DistillBatch],
-    max_labels: int = 32768,
+    max_labels: int = 24576,
 ) -> float:
-    """Set scale and weight of ``fc``, and version 3's norm, from labels of `batches`, `max_labels` at most.
+    """Solve for the start on labels of `batches`, about `max_labels` at most; `last` is the number of the last hidden states.
 
-    ``scale`` brings every channel that ``fc`` reads to a root mean square of 1: layers, channels and embeddings of a
-    target differ in size by factors of a hundred, and the small ones would be learned last. The norm gives what the
-    output head reads the size of the target's last hidden states (`last` is their number), channel by channel.
+    Also set are ``scale``, which brings every channel that ``fc`` reads to a root mean square of 1 (they differ by factors
+    of a hundred, and the small ones would be learned last), and version 3's norm, which gives what the output head reads
+    the size of the target's last hidden states, channel by channel.
 
-    Returns the share of those states' variance that ``fc`` explains.
+    Returns the share of the variance of the target's last hidden states that the start explains.
     """
-    inputs, wanted = [], []
+    torch.nn.init.zeros_(model.layer.mlp.down_proj.weight)  # type: ignore[arg-type]
+    torch.nn.init.zeros_(model.layer.self_attn.o_proj.weight)
+    taken = list(_first_labels(batches, max_labels))
+    if not taken:
+        return 0.0
+    read = _Read(features, embed, layers, last)
+    return _first_version(model, taken, read) if model.version == 1 else _third_version(model, taken, read)
+
+
+class _Read(NamedTuple):
+    """Where what the drafter reads comes from."""
+
+    features: Features
+    embed: Callable[[Tensor], Tensor]
+    layers: tuple[int, ...]
+    last: int
+
+
+def _first_labels(batches: Iterable[DistillBatch], most: int) -> Iterator[DistillBatch]:
     labels = 0
     for batch in batches:
-        states = features(batch)
-        x, y = _pairs(model, layers, last, states, embed, batch)
-        inputs.append(x.cpu())
-        wanted.append(y.cpu())
-        labels += len(x)
-        if labels >= max_labels:
+        if len(_with_a_feature(batch)):
+            yield batch
+        labels += len(batch.labels)
+        if labels >= most:
             break
-    x, y = (torch.cat(parts)[:max_labels].to(model.device, torch.float32) for parts in (inputs, wanted))
-    size = x.square().mean(0).sqrt().clamp(min=1e-6)
-    gain = y.square().mean(0).sqrt().clamp(min=1e-6)
-    if model.version == 3:
-        model.norm.weight.copy_(gain)
-        y = y / gain
-    model.scale.copy_(1 / size)
-    return _solve(model, x / size, y)
 
 
-def _pairs(
-    model: EagleModel,
-    layers: tuple[int, ...],
-    last: int,
-    states: dict[int, Tensor],
-    embed: Callable[[Tensor], Tensor],
-    batch: DistillBatch,
-) -> tuple[Float[Tensor, "labels size"], Float[Tensor, "labels hidden"]]:
-    """What ``fc`` reads at every label's predictor that has a feature before it, and the target's feature there."""
-    at = batch.predictors[batch.position_ids.flatten()[batch.predictors] > 0]
-    read = [states[layer].flatten(0, 1)[at - 1] for layer in layers]
-    if model.version == 1:
-        read.insert(0, embed(batch.input_ids.flatten()[at]))
-    return torch.cat(read, -1), states[last].flatten(0, 1)[at]
+def _with_a_feature(batch: DistillBatch) -> Int[Tensor, "labels"]:
+    """Every label's predictor that has a feature before it."""
+    return batch.predictors[batch.position_ids.flatten()[batch.predictors] > 0]
 
 
-def _solve(model: EagleModel, x: Float[Tensor, "labels size"], y: Float[Tensor, "labels hidden"]) -> float:
-    bias = model.fc.bias is not None
-    if bias:
-        x = torch.nn.functional.pad(x, (0, 1), value=1.0)
-    wide = x.double()
-    gram = wide.T @ wide
-    gram += _RIDGE * len(x) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    solution = torch.linalg.solve(gram, wide.T @ y.double()).to(y.dtype)
-    model.fc.weight.copy_(solution[: model.fc.in_features].T)
-    if bias:
-        model.fc.bias.copy_(solution[-1])
-    torch.nn.init.zeros_(model.layer.self_attn.o_proj.weight)
-    torch.nn.init.zeros_(model.layer.mlp.down_proj.weight)  # type: ignore[arg-type]
-    missed = (y - x @ solution).square().sum()
-    return float(1 - missed / (y - y.mean(0)).square().sum())
+def _first_version(model: EagleModel, batches: list[DistillBatch], read: _Read) -> float:
+    step = RidgeFit()
+    for batch in batches:
+        at, feature = _with_a_feature(batch), read.features(batch)[read.last].flatten(0, 1)
+        step.add(torch.cat([read.embed(batch.input_ids.flatten()[at]), feature[at - 1]], -1), feature[at])
+    sizes = step.input_sizes.clamp(min=1e-6)
+    weight, constant, explained = step.solved()
+    model.scale.copy_(1 / sizes)
+    model.fc.weight.copy_(weight * sizes)
+    model.fc.bias.copy_(constant)
+    return explained
+
+
+def _third_version(model: EagleModel, batches: list[DistillBatch], read: _Read) -> float:
+    """First what the layer reads and what it should make of that; then, over the same batches, what attention mixes."""
+    fused, step = RidgeFit(constant=False), RidgeFit(constant=False)
+    for batch in batches:
+        at, states = _with_a_feature(batch), read.features(batch)
+        feature = states[read.last].flatten(0, 1)
+        embedded = model.layer.input_layernorm(read.embed(batch.input_ids.flatten()[at]).to(model.dtype))
+        fused.add(torch.cat([states[layer].flatten(0, 1)[at - 1] for layer in read.layers], -1), feature[at - 1])
+        step.add(torch.cat([embedded, feature[at - 1].to(model.dtype)], -1), feature[at])
+    gain, sizes = fused.output_sizes.clamp(min=1e-6), fused.input_sizes.clamp(min=1e-6)
+    model.norm.weight.copy_(gain)
+    model.scale.copy_(1 / sizes)
+    model.fc.weight.copy_(fused.solved()[0] / gain[:, None] * sizes)
+    _attend_to_itself(model.layer.self_attn)
+    _read_for_the_step(model.layer.self_attn.v_proj.weight, step, gain)
+    return _bring_together(model, batches, read)
+
+
+def _attend_to_itself(attention: Attention) -> None:
+    """A key is a random projection of what attention reads, and so, but for some noise, are the queries that meet it."""
+    keys, queries, dim = attention.k_proj.weight, attention.q_proj.weight, attention.head_dim
+    std = (_SELF_SCORE / (dim**0.5 * keys.shape[1])) ** 0.5  # of inputs of size 1
+    torch.nn.init.normal_(keys, std=std)
+    alike = keys.unflatten(0, (-1, 1, dim)).expand(-1, attention.groups, -1, -1).flatten(0, 2)
+    queries.copy_(alike + _NOISE * std * torch.randn_like(alike))
+
+
+def _read_for_the_step(values: Tensor, step: RidgeFit, gain: Float[Tensor, "hidden"]) -> None:
+    """Values are what the step from a feature of size 1 a channel to the next adds, along its main directions."""
+    hidden = len(gain)
+    weight = step.solved()[0] / gain[:, None]
+    sizes = torch.cat([torch.ones_like(gain), gain])
+    weight *= sizes
+    weight[:, hidden:] -= torch.eye(hidden, dtype=weight.dtype, device=weight.device)
+    added = weight @ (step.input_products / sizes / sizes[:, None]) @ weight.T
+    main = torch.linalg.eigh(added).eigenvectors.flip(-1)[:, : len(values)]
+    values.zero_()
+    values[: main.shape[1]] = (main.T @ weight).to(values.dtype)
+
+
+def _bring_together(model: EagleModel, batches: list[DistillBatch], read: _Read) -> float:
+    """Solve for attention's last projection, given the values that it mixes."""
+    attention, last = model.layer.self_attn, RidgeFit(constant=False)
+    total = torch.zeros(2, model.config.hidden_size, dtype=torch.float64, device=model.device)
+    for batch in batches:
+        at, states = _with_a_feature(batch), read.features(batch)
+        before = features_before(model.fuse([states[layer] for layer in read.layers]))
+        residual, seen_by_attention = model.inputs(read.embed(batch.input_ids), before)
+        rotation = model.rotation(batch.position_ids)
+        everywhere = torch.arange(batch.input_ids.shape[1], device=model.device).expand_as(batch.input_ids)
+        keys_values, seen = model.keys_values(seen_by_attention, rotation), seen_entries(batch, everywhere)
+        mixed = attention.mix(model.queries(seen_by_attention, rotation), keys_values, seen, [])
+        wanted = states[read.last].flatten(0, 1)[at].to(model.dtype) / model.norm.weight
+        last.add(mixed.flatten(0, 1)[at], wanted - residual.flatten(0, 1)[at])
+        total += torch.stack([wanted.double().sum(0), wanted.double().square().sum(0)])
+    weight, _, explained = last.solved()
+    attention.o_proj.weight.copy_(weight)
+    spread = total[1].sum() - total[0].square().sum() / last.count
+    return 1 - (1 - explained) * last.spread / float(spread)

@@ -96,11 +96,25 @@ class Attention(nn.Module):
         own: list[KeysValues],
     ) -> Float[Tensor, "batch n hidden"]:
         """Every query over the keys of `prefix` that it sees and, one each, the keys of `own` at its own index."""
+        return self.o_proj(self.mix(queries, prefix, seen, own))
+
+    def mix(
+        self,
+        queries: Float[Tensor, "batch heads n dim"],
+        prefix: KeysValues,
+        seen: Bool[Tensor, "batch n width"],
+        own: list[KeysValues],
+    ) -> Float[Tensor, "batch n mixed"]:
+        """The values that :meth:`attend` brings together, head by head, before the last projection.
+
+        A cache may keep keys and values in a wider type than the layer's own: attention is then computed in that.
+        """
         keys, values = prefix
+        dtype, queries = queries.dtype, queries.to(keys.dtype)
         batch, kv_heads, width = keys.shape[:3]
         n = queries.shape[2]
         # Queries that share keys stand side by side, so that no key is repeated.
-        grouped = queries.reshape(batch, kv_heads, self.groups * n, self.head_dim)
+        grouped = queries.reshape(batch, kv_heads, self.groups * n, self.head_dim).to(keys.dtype)  # the cache's, maybe
         mask = seen[:, None].repeat(1, 1, self.groups, 1)
         if not own:
             mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
@@ -112,8 +126,8 @@ class Attention(nn.Module):
             mixed = weights[..., :width].flatten(2, 3) @ values
             for i, (_, v) in enumerate(own):
                 mixed = mixed + (weights[..., width + i, None] * v[:, :, None]).flatten(2, 3)
-        heads = mixed.reshape(batch, kv_heads * self.groups, n, self.head_dim)
-        return self.o_proj(heads.transpose(1, 2).flatten(2))
+        heads = mixed.to(queries.dtype).reshape(batch, kv_heads * self.groups, n, self.head_dim)
+        return heads.transpose(1, 2).flatten(2).to(dtype)
 
 
 class Layer(nn.Module):

@@ -5,6 +5,7 @@ positions are among those that labels are predicted from, so the hidden states t
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ..decode.sampling import Sampling, probabilities
 from ..distill.batch import DistillBatch
-from ..distill.chunked import chunked_loss
+from ..distill.chunked import LossSum, chunked_loss
 from ..distill.chunked_targets import TargetHidden
 from ..distill.mixture import Mixture, parse_mixture
 from ..distill.trainee import LossSums
@@ -21,15 +22,15 @@ from ..models.head import split
 from ..models.target import Target
 from .adapted import AdaptedTarget
 from .features import TargetFeatures
-from .hydra import HydraTrunk
+from .heads_fit import Examples, can_be_fitted, fit_heads
 from .prefix import PrefixAttention
-from .ridge import RidgeFit
+from .repeated_target import RepeatedTarget
 from .trunk import DraftHeads
 
 Metrics = dict[str, tuple[Tensor | int | float, Tensor | int | float]]
 
 RANKS = 10  # most likely tokens of a head whose accuracy is measured
-_MEASURE_EVERY = 8  # forward passes in training: accuracies are over the target's full vocabulary
+_MEASURE_EVERY = 32  # forward passes in training: accuracies are over the target's full vocabulary
 _MEASURED_LABELS = 512  # of a training batch, at most
 _ROWS_AT_ONCE = 256
 _MOST_COUNTED = 20_000  # labels that accuracies are remembered over: what heads did long ago should fade
@@ -96,8 +97,26 @@ class HeadsObjective(nn.Module):
         if self.adapted is not None:
             hidden, total, metrics = self._adapted(batch, original)
         prepared = self.heads.prepare(hidden)
-        for head, (sources, labels) in enumerate(self.pairs(batch)):
-            loss = chunked_loss(
+        measure = self._calls % _MEASURE_EVERY == 0 or not self.training
+        # Which way the loss is added up never depends on the step: a resumed run counts its calls anew.
+        together = self.heads.outputs.projection == "shared"
+        if together:
+            total = total + self._loss_of_all(batch, original, prepared)
+        if measure or not together:
+            with torch.no_grad() if together else nullcontext():
+                losses = self._losses(batch, original, prepared)
+            if not together:
+                total = total + sum(self.decay**head * loss.sum for head, loss in enumerate(losses))
+            metrics |= {f"heads/{head}/loss": (loss.sum.detach(), loss.count) for head, loss in enumerate(losses)}
+        if measure:
+            metrics |= self._measured(batch, original if self.adapted is None else hidden.detach(), prepared.detach())
+        self._calls += self.training
+        return LossSums(total, batch.supervised, metrics)
+
+    def _losses(self, batch: DistillBatch, original: Tensor, prepared: Tensor) -> list[LossSum]:
+        """Head by head."""
+        return [
+            chunked_loss(
                 self.mixture,
                 self.heads.states(head, prepared[sources], self._seen(batch, sources, head)),
                 self.heads.outputs.draft_head(head),
@@ -106,51 +125,50 @@ class HeadsObjective(nn.Module):
                 batch.weights[labels],
                 chunk_tokens=self.chunk_tokens,
             )
-            total = total + self.decay**head * loss.sum
-            metrics[f"heads/{head}/loss"] = (loss.sum.detach(), loss.count)
-        if self._calls % _MEASURE_EVERY == 0 or not self.training:
-            metrics |= self._measured(batch, original if self.adapted is None else hidden.detach(), prepared.detach())
-        self._calls += self.training
-        return LossSums(total, batch.supervised, metrics)
+            for head, (sources, labels) in enumerate(self.pairs(batch))
+        ]
+
+    def _loss_of_all(self, batch: DistillBatch, original: Tensor, prepared: Tensor) -> Tensor:
+        """The same added up and weighed, for heads of one projection: the target's is read once a label, not once a head."""
+        states, labels, weights = [], [], []
+        for head, (sources, ahead) in enumerate(self.pairs(batch)):
+            states.append(self.heads.states(head, prepared[sources], self._seen(batch, sources, head)))
+            labels.append(ahead)
+            weights.append(self.decay**head * batch.weights[ahead])
+        of_row, order = torch.cat(labels).sort(stable=True)
+        return chunked_loss(
+            self.mixture,
+            torch.cat(states)[order],
+            self.heads.outputs.draft_head(0),
+            RepeatedTarget(**vars(self._targets(original)), of_row=of_row) if self.mixture.needs_target else None,
+            self._label_rows(batch.labels[of_row]) if self.mixture.needs_tokens else None,
+            torch.cat(weights)[order],
+            chunk_tokens=self.chunk_tokens,
+        ).sum
 
     @property
     def can_be_fitted(self) -> bool:
-        """Whether heads have a linear map that can be solved for: Hydra's own, or projections of their own."""
-        return isinstance(self.heads.trunk, HydraTrunk) or self.heads.outputs.projection == "own"
+        """Whether :meth:`fit` has anything to solve for."""
+        return can_be_fitted(self.heads)
 
-    @torch.no_grad()
     def fit(self, batches: Iterable[DistillBatch], max_labels: int = 32768) -> float:
-        """Solve for a linear map of every head, by ridge regression on the target's hidden states where the tokens are
-        predicted: what the target's projection reads there is what a head's projection should. Hydra's maps are its own;
-        of other heads they are folded into projections of their own. Some thousand labels do.
+        """Solve for a linear map of every head. Some thousand labels do.
 
         Returns the share of the variance of the hidden states that head 0's map explains.
         """
-        trunk, outputs = self.heads.trunk, self.heads.outputs
-        fits: list[RidgeFit] = []
+        return fit_heads(self.heads, self._examples(batches, max_labels))
+
+    def _examples(self, batches: Iterable[DistillBatch], max_labels: int) -> Iterator[Examples]:
         labels = 0
         for batch in batches:
-            original, hidden = self._read(batch)
-            prepared = self.heads.prepare(hidden)
+            with torch.no_grad():
+                original, hidden = self._read(batch)
+                prepared = self.heads.prepare(hidden)
             for head, (sources, ahead) in enumerate(self.pairs(batch)):
-                seen = self._seen(batch, sources, head)
-                if isinstance(trunk, HydraTrunk):
-                    read, constant = trunk.read(prepared[sources], seen), True
-                else:
-                    read, constant = self.heads.states(head, prepared[sources], seen), False
-                if head == len(fits):
-                    fits.append(RidgeFit(read.shape[-1], constant))
-                fits[head].add(read, original[ahead])
+                yield Examples(head, prepared[sources], self._seen(batch, sources, head), original[ahead])
             labels += len(batch.labels)
             if labels >= max_labels:
-                break
-        explained = []
-        for head, fit in enumerate(fits):
-            if isinstance(trunk, HydraTrunk):
-                explained.append(fit.into(trunk.linear(head)))
-            elif fit.count:
-                explained.append(outputs.take_projection(head, fit))
-        return explained[0] if explained else 0.0
+                return
 
     def pairs(self, batch: DistillBatch) -> Iterator[tuple[Int[Tensor, "n"], Int[Tensor, "n"]]]:
         """For every head: labels whose predictor a hidden state is taken from, and the labels that are guessed from there."""

@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..distill.chunked import DraftHead
+from ..distill.ridge import RidgeFit
 from ..models.head import OutputHead, split
 from ..models.target import Target
-from .ridge import RidgeFit
 
 Projection = Literal["shared", "own", "low_rank"]
 

@@ -215,3 +215,12 @@ def test_table_on_a_terminal_has_a_column_a_run(make_report):
     text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
     header = next(line for line in text.splitlines() if "prompt_lookup" in line and "drafter" in line and "┃" in line)
     assert header.count("┃") == 5
+
+
+def test_the_headline_tells_a_tree_from_a_chain(make_report, decoded_run):
+    chain = Page(render(make_report(runs=[decoded_run()]))).text
+    assert "With 2 draft tokens a step, every pass" in chain
+    assert "of the draft tokens are accepted" in chain
+    tree = Page(render(make_report(runs=[decoded_run(tree_nodes=6, passes_per_step=2)]))).text
+    assert "With a tree of 6 draft tokens, 2 deep, every pass" in tree
+    assert "of its levels are accepted" in tree

@@ -322,8 +322,8 @@ def test_a_budget_in_minutes_is_turned_into_steps_once(start, monkeypatch, capsy
     folder = start("timed", engine=budget, data={"responses": "target", "max_new_tokens": 12})
     taken = len(records(folder))
     assert capsys.readouterr().out.count("held-out prompts after step 0: ") == 1
-    # 1.8 s, of which training gets 30 %; a step is 1.1 x 0.1 s and a sixth of an evaluation's 0.1 s.
-    assert taken == int(1.8 * 0.3 / (0.11 + 0.1 / 6))
+    # 1.8 s, of which training gets 30 %; eight steps are 1.25 x 0.1 s, and a sixth of an evaluation's 0.1 s joins each.
+    assert taken == int(1.8 * 0.3 / (0.125 / 8 + 0.1 / 6))
     monkeypatch.setattr(run, "timed", lambda work, repeats=1: 1e-9)
     (folder / "final").rename(folder / "put away")
     start("timed", resume=True, engine=budget, data={"responses": "target", "max_new_tokens": 12})
