@@ -205,13 +205,13 @@ def _speed_sentence(run: Run, report: Report) -> str:
 def _tokens_sentence(run: Run) -> str:
     if run["block_efficiency"] is None:
         return ""
-    length = run["num_speculative_tokens"]
-    start = "Every" if length is None else f"With {length} draft token{'s' if length != 1 else ''} a step, every"
-    share = (
-        ""
-        if run["acceptance_rate"] is None
-        else f" {percent(run['acceptance_rate'])} of the draft tokens are accepted."
-    )
+    length, nodes = run["num_speculative_tokens"], run["tree_nodes"]
+    start, accepted = "Every", "of the draft tokens are"
+    if length is not None:
+        start = f"With {length} draft token{'s' if length != 1 else ''} a step, every"
+    if nodes:
+        start, accepted = f"With a tree of {nodes} draft tokens, {length} deep, every", "of its levels are"
+    share = "" if run["acceptance_rate"] is None else f" {percent(run['acceptance_rate'])} {accepted} accepted."
     ends = interval(run["block_efficiency_ci"], 2)
     value = f"{run['block_efficiency']:.2f} {ends}".strip()
     return f"{start} pass of the target emits {value} tokens on average instead of 1.{share}"
