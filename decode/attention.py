@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,19 +31,27 @@ def cached_attention(model: Any) -> Iterator[None]:
     if model.device.type != "cpu":
         yield
         return
-    config, before = model.config, os.environ.get(_FORCE_GROUPS)
-    implementation = config._attn_implementation
+    before = os.environ.get(_FORCE_GROUPS)
     os.environ[_FORCE_GROUPS] = "1"
-    if _is_wide(model):
-        config._attn_implementation = _WIDE
     try:
-        yield
+        with attention_by(_WIDE, model) if _is_wide(model) else nullcontext():
+            yield
     finally:
-        config._attn_implementation = implementation
         if before is None:
             del os.environ[_FORCE_GROUPS]
         else:
             os.environ[_FORCE_GROUPS] = before
+
+
+@contextmanager
+def attention_by(implementation: str, model: Any) -> Iterator[None]:
+    """Inside, a transformers model computes attention by another of its implementations."""
+    config, before = model.config, model.config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def _is_wide(model: Any) -> bool:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ..decode.packed import is_packed, unpack, use_backend
-from ..models.native import fast_bf16
+from ..models.native import quick_dtype
 from ..models.target import Target, in_dtype
 from ..progress import say
 
@@ -14,12 +14,10 @@ from ..progress import say
 def writing_dtype(asked: str | None, loaded: torch.dtype, device: torch.device) -> torch.dtype:
     """What `data.dtype` means for a target that was loaded in `loaded` on `device`.
 
-    None is `loaded` itself. ``"auto"`` is bfloat16 for a float32 target on a CPU with native bf16 products, where writing
-    takes half the time, else `loaded`. Other values name a torch dtype.
+    None is `loaded` itself, ``"auto"`` the :func:`~.models.native.quick_dtype`. Other values name a torch dtype.
     """
     if asked == "auto":
-        faster = loaded == torch.float32 and device.type == "cpu" and fast_bf16(device)
-        return torch.bfloat16 if faster else loaded
+        return quick_dtype(loaded, device)
     return loaded if asked is None else getattr(torch, asked)
 
 

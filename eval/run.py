@@ -84,8 +84,7 @@ def _with_chosen_tree(
     say(f"tree: {words}")
     contestant.record.tree_nodes = len(layout.parents)
     contestant.record.num_speculative_tokens = layout.depth
-    if (num_passes := getattr(contestant.drafter, "num_passes", None)) is not None:
-        contestant.record.passes_per_step = num_passes(layout.depth)
+    contestant.record.passes_per_step = _passes(contestant.drafter, layout.depth)
     return dataclasses.replace(options, tree=layout.paths), words
 
 
@@ -133,11 +132,17 @@ def _contestant(
         num_speculative_tokens=depth,
         tree_nodes=None if layout is None else len(layout.parents),
         sequential=num_passes is None or num_passes(2) > num_passes(1),
-        passes_per_step=None if num_passes is None or depth is None else num_passes(depth),
+        passes_per_step=_passes(drafter, depth),
         drafter_parameters_read=getattr(drafter, "num_parameters_read", None),
         target_parameters_read=parameters_read(target),
     )
     return Contestant(drafter, record)
+
+
+def _passes(drafter: Any, depth: int | None) -> int | None:
+    """The drafter's own passes for a draft of this depth; None where it makes none, or the depth changes."""
+    num_passes = getattr(drafter, "num_passes", None)
+    return None if num_passes is None or depth is None else num_passes(depth)
 
 
 def parameters_read(target: Target) -> int:

@@ -12,7 +12,7 @@ from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
 from ..models.loading import check_dtype
-from ..models.native import fast_bf16
+from ..models.native import quick_dtype
 from ..models.target import Target, as_target
 from .eagle import KIND as EAGLE
 from .eagle import load_eagle
@@ -69,8 +69,7 @@ def _resolved(dtype: str | torch.dtype, target: Target) -> torch.dtype:
     if dtype == "target":
         return target.dtype
     if dtype == "auto":
-        faster = target.device.type == "cpu" and target.dtype is torch.float32 and fast_bf16(target.device)
-        return torch.bfloat16 if faster else target.dtype
+        return quick_dtype(target.dtype, target.device)
     named = check_dtype(dtype)
     assert isinstance(named, torch.dtype)
     return named

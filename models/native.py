@@ -18,6 +18,14 @@ def fast_bf16(device: torch.device) -> bool:
     return False
 
 
+def quick_dtype(loaded: torch.dtype, device: torch.device) -> torch.dtype:
+    """What ``"auto"`` means for work that need not be in float32: bfloat16 in the place of float32 on a CPU with fast
+    products in it, else the dtype that the target was loaded in.
+    """
+    quicker = loaded == torch.float32 and device.type == "cpu" and fast_bf16(device)
+    return torch.bfloat16 if quicker else loaded
+
+
 def _capabilities() -> Mapping[str, Any]:
     """The CPU's instruction sets by name, as torch counts them."""
     read = getattr(torch.cpu, "get_capabilities", dict)

@@ -24,6 +24,7 @@ from draftsmith.distill.id_frequencies import expected_counts
 from draftsmith.distill.steps import CachedTeacher
 from draftsmith.distill.teacher import Teacher, all_hidden
 from draftsmith.errors import BadInput
+from draftsmith.models import native as native_module
 from draftsmith.models.target import load_target
 from draftsmith.progress import stage
 
@@ -361,7 +362,7 @@ def test_the_target_s_own_dtype_needs_no_copy(target, tmp_path, monkeypatch):
     ],
 )
 def test_the_dtype_that_is_meant(asked, loaded, device, native, expected, monkeypatch):
-    monkeypatch.setattr(author, "fast_bf16", lambda device: native)
+    monkeypatch.setattr(native_module, "fast_bf16", lambda device: native)
     assert author.writing_dtype(asked, loaded, torch.device(device)) == expected
 
 
