@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.views import TwoParts
 from .attention import cache_dtype, cached_attention
 from .cache import RaggedCache
-from .masks import attention_masks
+from .masks import additive, attention_masks
 
 
 class Outputs(NamedTuple):
@@ -82,6 +82,7 @@ class CachedLM:
         parents: Int[Tensor, "batch fed"] | None = None,
         want_logits: bool = True,
         last_embeddings: Float[Tensor, "batch last hidden"] | None = None,
+        prompts: Int[Tensor, "batch prompt"] | None = None,
         **inputs: Any,
     ) -> Outputs:
         """Run the model on `tokens` after each row's cache.
@@ -89,7 +90,12 @@ class CachedLM:
         `parents` index into the pending tokens, this feed's included (-1: the token follows the kept ones). None: a chain
         that goes on from the newest pending token. Where tokens were begun, `tokens` is a chain that starts with them.
         `last_embeddings` stand in for those of as many tokens at the end; `inputs` are what the model takes beside tokens.
+        `prompts`, of one length and the first thing that the cache holds, are read for good in the same pass.
         """
+        if prompts is not None:
+            if last_embeddings is None:
+                return self._read_and_feed(prompts, tokens, parents)
+            self.prefill(prompts, [prompts.shape[1]] * len(prompts))
         if last_embeddings is not None:
             known = self.model.get_input_embeddings()(tokens[:, : tokens.shape[1] - last_embeddings.shape[1]])
             inputs["inputs_embeds"] = torch.cat([known, last_embeddings.to(known.dtype)], 1)
@@ -175,6 +181,26 @@ class CachedLM:
             out = parts.rest(between, **inputs)
         return Outputs(out.logits if want_logits else None, dict.fromkeys(self._asked, between))
 
+    def _read_and_feed(self, prompts: Tensor, tokens: Tensor, parents: Tensor | None) -> Outputs:
+        """One pass over prompts, which an empty cache keeps, and pending tokens; what it computed for the latter."""
+        assert not any(self.host_lengths)
+        assert self.num_pending == 0
+        (batch, length), fed = prompts.shape, tokens.shape[1]
+        self.lengths, self.host_lengths = torch.full_like(self.lengths, length), [length] * batch
+        positions, seen, keys = self._place(tokens, parents)
+        width = seen.shape[-1]
+        self.cache.place(None, 0, width)
+        columns = torch.arange(width, device=tokens.device)
+        before = columns[:length]
+        causal = (columns[None, :] <= before[:, None]).expand(batch, length, width)
+        placed = _Placed(
+            torch.cat([before.expand(batch, length), positions.expand(batch, fed)], 1),
+            torch.cat([causal, seen.expand(batch, fed, width)], 1),
+            keys,
+        )
+        out = self._run(torch.cat([prompts, tokens], 1), placed, num_logits=fed)
+        return Outputs(out.logits, {layer: hidden[:, length:] for layer, hidden in out.hidden_states.items()})
+
     def _place(self, tokens: Tensor, parents: Tensor | None) -> "_Placed":
         """Make `tokens` pending, and say where their keys go and what they see."""
         fed, before = tokens.shape[1], self.num_pending
@@ -238,18 +264,21 @@ class CachedLM:
         positions = torch.where(node < 0, keys[None], self.lengths[:, None] + self.pending_depth.gather(1, at))
         return kept | (visible & inside[:, None, :]), positions
 
-    def _run(self, tokens: Tensor, placed: "_Placed", want_logits: bool, **inputs: Any) -> Outputs:
+    def _run(
+        self, tokens: Tensor, placed: "_Placed", want_logits: bool = True, num_logits: int = 0, **inputs: Any
+    ) -> Outputs:
+        """`num_logits`: for how many tokens, from the end, they are wanted; 0: for all."""
         if self._layers:
             inputs["output_hidden_states"] = True
-        if self._keeps_logits and not want_logits:
-            inputs["logits_to_keep"] = 1
+        if self._keeps_logits and (num_logits or not want_logits):
+            inputs["logits_to_keep"] = num_logits or 1
         taken = self._inputs(tokens, placed)
         if "inputs_embeds" in inputs:
             del taken["input_ids"]
         with cached_attention(self.model):
             out = self.model(**taken, **inputs)
         hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
-        return Outputs(out.logits if want_logits else None, hidden)
+        return Outputs(out.logits[:, -num_logits:] if want_logits else None, hidden)
 
     def _inputs(self, tokens: Tensor, placed: "_Placed") -> dict[str, Any]:
         """What a model takes, whatever it is asked for."""
@@ -259,6 +288,8 @@ class CachedLM:
         masks = attention_masks(
             config, implementation, self.model.dtype, placed.seen, placed.positions, placed.key_positions
         )
+        if implementation == "sdpa":
+            masks = additive(masks, cache_dtype(self.model))
         taken = {"input_ids": tokens, "attention_mask": masks, "position_ids": fed}
         return {**taken, "cache": self.cache, "use_cache": True}
 

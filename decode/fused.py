@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
@@ -99,14 +99,14 @@ class _Layer:
         self,
         hidden: Float[Tensor, "rows n hidden"],
         rope: tuple[Float[Tensor, "rows n 1 dim"], Float[Tensor, "rows n 1 dim"]],
-        seen: Bool[Tensor, "rows 1 n width"],
+        mask: Float[Tensor, "rows 1 n width"],
         cache: Any,
     ) -> Float[Tensor, "rows n hidden"]:
-        hidden = hidden + self.out(self._attend(self.first_norm(hidden), rope, seen, cache))
+        hidden = hidden + self.out(self._attend(self.first_norm(hidden), rope, mask, cache))
         inner = self.gate_up(self.second_norm(hidden))
         return hidden + self.down(silu(inner[..., : self.inner]) * inner[..., self.inner :])
 
-    def _attend(self, normed: Tensor, rope: tuple[Tensor, Tensor], seen: Tensor, cache: Any) -> Tensor:
+    def _attend(self, normed: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
         rows, n, _ = normed.shape
         parts = self.qkv(normed).view(rows, n, -1, self.dim)
         turned, values = parts[:, :, : self.heads + self.kv_heads], parts[:, :, self.heads + self.kv_heads :]
@@ -119,7 +119,7 @@ class _Layer:
         # Queries that share keys stand side by side, so that no key is repeated.
         groups = self.heads // self.kv_heads
         queries = queries.view(rows, n, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = seen if n == 1 else seen.repeat(1, 1, groups, 1)
+        mask = mask if n == 1 else mask.repeat(1, 1, groups, 1)
         queries = queries.to(keys.dtype)  # attention is computed in what the cache holds
         mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling).to(normed.dtype)
         return mixed.view(rows, self.kv_heads, groups, n, self.dim).permute(0, 3, 1, 2, 4).reshape(rows, n, -1)
@@ -132,7 +132,7 @@ class _Passes:
         model: Any = draft_lm.model
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation != "sdpa":
-            raise BadInput("masks of this attention implementation are not boolean")
+            raise BadInput("this attention implementation takes another kind of mask")
         layers = layers_of(model)
         self.embed, self.rotary = model.get_input_embeddings(), model.base_model.rotary_emb
         self.layers = [_Layer(layer) for layer in layers]
@@ -149,7 +149,7 @@ class _Passes:
         cache: RaggedCache,
         logits_to_keep: int,
     ) -> DraftOutput:
-        """What the draft model's forward returns; `masks` as :func:`.masks.attention_masks` makes them for sdpa."""
+        """What the draft model's forward returns; `masks` as :func:`.masks.additive` makes them."""
         hidden = self.embed(input_ids)
         cos, sin = self.rotary(hidden, position_ids)
         rope = cos.unsqueeze(2), sin.unsqueeze(2)

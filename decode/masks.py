@@ -49,6 +49,18 @@ def attention_masks(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+def additive(masks: Tensor | dict[str, Tensor], dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Boolean masks as what sdpa adds to its scores: made once a pass, where sdpa would make it in every layer.
+
+    `dtype`: what attention is computed in.
+    """
+
+    def added(mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+    return {kind: added(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else added(masks)
+
+
 def _windows(config: Any) -> dict[str, int | None]:
     """Kinds of attention layers and their windows (None: full). Empty for models of full attention only."""
     window = getattr(config, "sliding_window", None)

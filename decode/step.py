@@ -85,7 +85,13 @@ class Decoding:
         self.seen = SeenTokens.of(prompts, target.vocab_size, sampling)
         lengths = torch.tensor(prompts.lengths, device=prompts.ids.device)
         self.newest = prompts.ids.gather(1, lengths[:, None] - 1)  # [batch, 1]
-        prefill = self.lm.prefill(prompts.ids[:, :-1], [length - 1 for length in prompts.lengths])
+        # Prompts that the first verification pass reads too: nobody needs them read before, and they end together.
+        self.unread: Tensor | None = None
+        read_before = bool(self.wants) or hasattr(drafter, "share_cache")
+        if not read_before and 1 < min(prompts.lengths) == max(prompts.lengths):
+            self.unread = prompts.ids[:, :-1]
+        else:
+            prefill = self.lm.prefill(prompts.ids[:, :-1], [length - 1 for length in prompts.lengths])
         if drafter is not None:
             share_cache(drafter, self.lm)
             drafter.start(prompts.ids, prompts.attention_mask)
@@ -116,11 +122,12 @@ class Decoding:
     @torch.no_grad()
     def verification_pass(self, draft: Draft | None) -> Outputs:
         """One target pass over each row's newest token, its draft and the draft's companions."""
+        unread, self.unread = self.unread, None
         if draft is None:
-            return self.lm.feed(self.newest)
+            return self.lm.feed(self.newest, prompts=unread)
         fed = torch.cat([self.newest, draft.tokens.clamp(min=0)], dim=1)
         if draft.is_chain and draft.companions is None:
-            return self.lm.feed(fed)
+            return self.lm.feed(fed, prompts=unread)
         parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=-1)
         if draft.companions is not None:
             nodes, beside, hosts = draft.tokens.shape[1], draft.companions.parents, draft.companions.hosts
@@ -128,8 +135,9 @@ class Decoding:
             parents = torch.cat([parents, torch.where(beside < 0, host, beside + 1 + nodes)], 1)
             fed = torch.cat([fed, draft.companions.tokens], 1)
             if draft.companions.embeddings is not None:
-                return self.lm.feed(fed, parents, last_embeddings=draft.companions.embeddings)
-        return self.lm.feed(fed, parents)
+                embeddings = draft.companions.embeddings
+                return self.lm.feed(fed, parents, last_embeddings=embeddings, prompts=unread)
+        return self.lm.feed(fed, parents, prompts=unread)
 
     @torch.no_grad()
     def judge(self, draft: Draft | None, logits: Float[Tensor, "batch fed vocab"] | None) -> Verdict:
@@ -173,12 +181,15 @@ class Decoding:
         lengths = torch.tensor(host_lengths, device=verdict.next_tokens.device)
         width = max(host_lengths)
         tokens = self._emitted_tokens(draft, verdict)[:, :width]
-        kept = torch.arange(width, device=tokens.device)[None] < lengths[:, None]
-        tokens = torch.where(kept, tokens, -1)
-        accepted = Accepted(tokens, lengths, verdict.path, new)
-        last = tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])
         fed = self.newest
-        self.newest = torch.where(lengths[:, None] > 0, last, self.newest)
+        if min(host_lengths) == width:
+            self.newest = tokens[:, -1:]
+        else:
+            kept = torch.arange(width, device=tokens.device)[None] < lengths[:, None]
+            tokens = torch.where(kept, tokens, -1)
+            last = tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])
+            self.newest = torch.where(lengths[:, None] > 0, last, self.newest)
+        accepted = Accepted(tokens, lengths, verdict.path, new)
         if self.seen is not None:
             self.seen.add(tokens)
         if straight:
@@ -223,13 +234,13 @@ class Decoding:
         """
         tokens = self._emitted_tokens(draft, verdict)
         if draft is None:
-            nodes = depth = torch.zeros_like(verdict.num_accepted)
-        else:
-            full = torch.full_like(verdict.num_accepted, draft.tokens.shape[1])
-            nodes = full if draft.lengths is None else draft.lengths
-            depth = nodes if draft.is_chain else depths(draft.parents, nodes)
+            none = [0] * len(tokens)
+            return tokens.tolist(), none, none, none, True
+        full = torch.full_like(verdict.num_accepted, draft.tokens.shape[1])
+        nodes = full if draft.lengths is None else draft.lengths
+        depth = nodes if draft.is_chain else depths(draft.parents, nodes)
         moved = torch.zeros_like(nodes)
-        if draft is not None and not draft.is_chain:
+        if not draft.is_chain:
             steps = torch.arange(verdict.path.shape[1], device=nodes.device)
             moved = ((verdict.path != steps) & (steps < verdict.num_accepted[:, None])).sum(1)
         columns = torch.stack([verdict.num_accepted, depth, nodes, moved], 1)
