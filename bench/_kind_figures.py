@@ -10,7 +10,7 @@ from draftsmith.data.sources import Example
 from draftsmith.decode.draft import Accepted, Draft, TargetOutputs
 from draftsmith.decode.dynamic_tree import DynamicTree
 from draftsmith.decode.loop import speculative_generate
-from draftsmith.decode.packed import use_backend
+from draftsmith.decode.packed import use_backend, use_backend_of
 from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.tree_search import best_tree, tree_from_accuracies
@@ -127,7 +127,7 @@ def measure(
     backend = use_backend(target.model, "auto")
     module = getattr(drafter, "module", None)
     if module is not None:
-        use_backend(module, backend)
+        use_backend_of(target.model, module)
     prompts = encode_openings(target, examples, where="shipped")
     found: dict[str, Any] = {"num_tokens": num_tokens, "backend": backend}
     found["accuracies"] = accuracies(target, drafter, prompts, num_tokens, settings.max_new_tokens)

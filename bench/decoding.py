@@ -5,9 +5,9 @@
     python bench/decoding.py --limit 2 --rounds 1                 a quick look
 
 Without --drafter the cut is measured, and after it the newest demo's drafter where runs/ holds one. "plain" and "packed"
-are the backends of the linear layers; transformers' own rows run on plain modules unless they say packed. A trained draft
-model is packed in bfloat16 where the processor is fast in it, as ``--drafter-dtype auto`` does. All take turns on every
-prompt, in one process; a ratio is the median over turns.
+are the backends of the linear layers (packed: from as many rows on as a measurement says); transformers' own rows run on
+plain modules unless they say packed. A trained draft model is packed in bfloat16 where the processor is fast in it, as
+``--drafter-dtype auto`` does. All take turns on every prompt, in one process; a ratio is the median over turns.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from draftsmith.decode.costs import measure_costs
 from draftsmith.decode.draft_model import DraftModel
 from draftsmith.decode.length_names import POLICIES
 from draftsmith.decode.loop import SpeculativeOutput, speculative_generate
-from draftsmith.decode.packed import use_backend
+from draftsmith.decode.packed import use_backend, use_backend_of
 from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.stats import RowStats, Stats
 from draftsmith.decode.tree import as_layout
@@ -83,8 +83,9 @@ def make_pairs(target: Target, drafter: str | None) -> dict[str, Pair]:
         made: Any = DraftModel(cut_layers(own.model, range(4)), own.vocab_size)
         if drafter is not None:
             made = load_drafter(drafter, own, "auto" if backend == "packed" else "target")
-        used = {use_backend(own.model, backend), use_backend(made.module, backend)}  # type: ignore[arg-type]
-        if used == {backend}:
+        used = use_backend(own.model, "plain" if backend == "plain" else "auto")
+        use_backend_of(own.model, made.module)
+        if used == backend:
             pairs[backend] = Pair(backend, own, made)
     return pairs
 

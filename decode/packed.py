@@ -1,14 +1,18 @@
 """Fast products of 1 to 64 rows on CPU: linear layers whose weights oneDNN has reordered.
 
 A verification pass multiplies 2 to 16 rows by every weight. The default float32 path of torch makes that cost far more than
-one row; with weights in oneDNN's blocked layout it costs little more. Everything falls back to the plain modules.
+one row; with weights in oneDNN's blocked layout it costs little more. On some processors the plain products are the faster
+ones for the fewest rows, so ``auto`` measures from how many on the packed copies are used; both give the same numbers up to
+rounding. Everything falls back to the plain modules.
 
 The target stays transformers' own code with other products inside, so that what it computes is beyond doubt. A draft model
 may go further: its layers are fused (:mod:`.fused`), which a lossless rule makes a matter of speed alone.
 """
 
+import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -23,30 +27,40 @@ from .onednn import PackedProduct, product, supported
 Backend = Literal["auto", "plain", "packed"]
 
 
-def use_backend(model: nn.Module, backend: Backend) -> Backend:
+def use_backend(model: nn.Module, backend: Backend, plain_rows: int = 0) -> Backend:
     """Switch the linear layers of `model` and return the backend now in use, ``"plain"`` or ``"packed"``.
 
     Parameters, ``state_dict`` and gradients are untouched: a packed layer falls back to its own weight where gradients are
-    recorded. ``auto`` measures both on one-token and five-token products and keeps the faster. Call again after the weights
-    have changed: the packed copies do not follow them.
+    recorded, and for products of at most `plain_rows` rows. ``auto`` measures that number, and leaves the model plain where
+    packed copies are no gain for any number of rows that a verification pass has. Call again after the weights have
+    changed: the packed copies do not follow them.
     """
     unpack(model)
     layers = [module for module in model.modules() if _packable(module)]
     if backend == "plain" or not layers:
         return "plain"
-    if backend == "auto" and not _packed_is_faster(layers):
-        return "plain"
+    if backend == "auto":
+        plain_rows = _measured_plain_rows(layers)
+        if plain_rows >= _ROWS[-1]:
+            return "plain"
     for layer in layers:
-        _pack(layer)
+        _pack(layer, plain_rows)
+    model.__dict__[_PLAIN_ROWS] = plain_rows
     if isinstance(model, DraftLM):
         fuse(model)
     return "packed"
+
+
+def use_backend_of(target: nn.Module, model: nn.Module) -> Backend:
+    """Switch `model`, a drafter's, to the backend that its target uses, down to the rows that stay plain."""
+    return use_backend(model, "packed" if is_packed(target) else "plain", target.__dict__.get(_PLAIN_ROWS, 0))
 
 
 def unpack(model: nn.Module) -> None:
     """Give every layer its own forward back and free the packed copies."""
     if isinstance(model, DraftLM):
         unfuse(model)
+    model.__dict__.pop(_PLAIN_ROWS, None)
     for module in model.modules():
         if _PACKED in module.__dict__:
             del module.__dict__["forward"], module.__dict__[_PACKED]
@@ -57,7 +71,19 @@ def is_packed(model: nn.Module) -> bool:
     return any(_PACKED in module.__dict__ for module in model.modules())
 
 
-_PACKED = "_draftsmith_packed"
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """Inside, plain products, and the weights may change; afterwards what :func:`use_backend` had set."""
+    packed, plain_rows = is_packed(model), model.__dict__.get(_PLAIN_ROWS, 0)
+    unpack(model)
+    try:
+        yield
+    finally:
+        if packed:
+            use_backend(model, "packed", plain_rows)
+
+
+_PACKED, _PLAIN_ROWS = "_draftsmith_packed", "_draftsmith_plain_rows"
 
 
 def _packable(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
@@ -72,45 +98,57 @@ def _matrix(layer: nn.Linear | Conv1D) -> Tensor:
     return weight.t().contiguous() if isinstance(layer, Conv1D) else weight
 
 
-def _pack(layer: nn.Linear | Conv1D) -> None:
+def _pack(layer: nn.Linear | Conv1D, plain_rows: int) -> None:
     packed, dtype, plain = PackedProduct(_matrix(layer), layer.bias), layer.weight.dtype, layer.forward
 
     def forward(x: Tensor) -> Tensor:
         if (torch.is_grad_enabled() and x.requires_grad) or x.dtype is not dtype:
             return plain(x)
-        return packed(x)
+        return plain(x) if x.numel() <= plain_rows * x.shape[-1] else packed(x)
 
     # Instance attributes, not submodules: the module's parameters and names stay as they are.
     layer.__dict__[_PACKED] = packed
     layer.__dict__["forward"] = forward
 
 
+_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # of the products that are timed: those of verification passes
+_COPIES, _MOST_WEIGHTS = 8, 2**26  # layers of one shape that take turns, and the weights that they may have in all
+
+
 @torch.inference_mode()
-def _packed_is_faster(layers: list[nn.Linear | Conv1D], rows: tuple[int, ...] = (1, 5), budget: float = 1.0) -> bool:
-    """Time the largest layers of each shape both ways, interleaved, for at most about `budget` seconds."""
-    shapes: dict[tuple[int, ...], nn.Linear | Conv1D] = {tuple(_matrix(layer).shape): layer for layer in layers}
-    chosen = sorted(shapes.values(), key=lambda layer: layer.weight.numel())[-4:]
+def _measured_plain_rows(layers: list[nn.Linear | Conv1D], budget: float = 1.5) -> int:
+    """Up to how many rows plain products are faster, on the largest layer of each shape, interleaved.
+
+    Takes about `budget` seconds. Layers rotate, so that a weight comes from memory as it does in a pass.
+    """
+    shapes: dict[tuple[int, ...], list[nn.Linear | Conv1D]] = {}
+    for layer in layers:
+        shapes.setdefault(tuple(layer.weight.shape), []).append(layer)
+    largest = sorted(shapes.values(), key=lambda some: some[0].weight.numel())[-4:]
     pairs = []
-    for layer in chosen:
-        weight = _matrix(layer)
-        pairs.append((weight, PackedProduct(weight)))
-    plain_times: list[float] = []
-    packed_times: list[float] = []
-    inputs = [[torch.randn(n, weight.shape[1], dtype=weight.dtype) for n in rows] for weight, _ in pairs]
+    for some in largest:
+        for layer in some[: max(1, min(_COPIES, _MOST_WEIGHTS // some[0].weight.numel()))]:
+            weight = _matrix(layer)
+            pairs.append((weight, PackedProduct(weight)))
+    inputs = {rows: [torch.randn(rows, weight.shape[1], dtype=weight.dtype) for weight, _ in pairs] for rows in _ROWS}
+    times: dict[int, list[tuple[float, float]]] = {rows: [] for rows in _ROWS}
     deadline = time.perf_counter() + budget
-    while len(plain_times) < 3 or (time.perf_counter() < deadline and len(plain_times) < 30):
-        start = time.perf_counter()
-        for (weight, _), xs in zip(pairs, inputs, strict=True):
-            for x in xs:
+    while len(times[_ROWS[-1]]) < 3 or (time.perf_counter() < deadline and len(times[_ROWS[-1]]) < 30):
+        for rows, xs in inputs.items():
+            start = time.perf_counter()
+            for (weight, _), x in zip(pairs, xs, strict=True):
                 torch.nn.functional.linear(x, weight)
-        middle = time.perf_counter()
-        for (_, packed), xs in zip(pairs, inputs, strict=True):
-            for x in xs:
+            middle = time.perf_counter()
+            for (_, packed), x in zip(pairs, xs, strict=True):
                 packed(x)
-        plain_times.append(middle - start)
-        packed_times.append(time.perf_counter() - middle)
-    middle_of = len(plain_times) // 2
-    return sorted(packed_times)[middle_of] < sorted(plain_times)[middle_of]
+            times[rows].append((middle - start, time.perf_counter() - middle))
+    plain_rows = 0
+    for rows, both in times.items():
+        plain, packed = (statistics.median(column) for column in zip(*both, strict=True))
+        if plain >= packed:
+            break
+        plain_rows = rows
+    return plain_rows
 
 
 # Below this many multiplications a product is over before a Python dispatch pays.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..decode.packed import is_packed, unpack, use_backend
+from ..decode.packed import unpack, unpacked, use_backend
 from ..models.native import quick_dtype
 from ..models.target import Target, in_dtype
 from ..progress import say
@@ -33,13 +33,10 @@ def writing_in(target: Target, dtype: torch.dtype) -> Iterator[Target]:
     if dtype == target.dtype:
         yield target
         return
-    packed = is_packed(target.model)
-    unpack(target.model)  # its packed copies would only take memory while another model writes
-    copied = in_dtype(target, dtype)
-    use_backend(copied.model, "auto")
-    try:
-        yield copied
-    finally:
-        unpack(copied.model)  # breaks the cycles that would keep the copy until the next garbage collection
-        if packed:
-            use_backend(target.model, "packed")
+    with unpacked(target.model):  # its packed copies would only take memory while another model writes
+        copied = in_dtype(target, dtype)
+        use_backend(copied.model, "auto")
+        try:
+            yield copied
+        finally:
+            unpack(copied.model)  # breaks the cycles that would keep the copy until the next garbage collection

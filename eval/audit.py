@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..decode.length_names import longest
 from ..decode.loop import speculative_generate
-from ..decode.packed import use_backend
+from ..decode.packed import use_backend, use_backend_of
 from ..decode.prompts import pad_rows
 from ..decode.rules import LOSSLESS
 from ..decode.sampling import Sampling
@@ -94,7 +94,7 @@ def _loaded(options: AuditOptions) -> tuple[Target, Any, str]:
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
     module = getattr(drafter, "module", None)
     if module is not None:
-        use_backend(module, backend)
+        use_backend_of(target.model, module)
     return target, drafter, backend
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..data.chats import encode_prompt
 from ..data.sources import Example, read_examples, shipped_evaluation
 from ..decode.length_names import longest
-from ..decode.packed import Backend, use_backend
+from ..decode.packed import use_backend, use_backend_of
 from ..decode.tree import as_layout
 from ..errors import BadInput
 from ..heads import load_drafter
@@ -41,7 +41,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
     contestants = [_contestant("drafter", options.drafter, options, target, examples, backend)]
     if options.baseline is not None:
-        contestants.append(_contestant("baseline", options.baseline, options, target, examples, backend))
+        contestants.append(_contestant("baseline", options.baseline, options, target, examples))
     settings = options.settings()
     if options.tree == "auto":
         options, settings["tree_chosen"] = _with_chosen_tree(options, target, prompts, contestants[0])
@@ -49,7 +49,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     if options.speed:
         time_steps(options, target, prompts, contestants)
     if options.untrained is not None:
-        contestants.append(_contestant("start", options.untrained, options, target, examples, backend))
+        contestants.append(_contestant("start", options.untrained, options, target, examples))
     answers = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     for contestant in contestants:
         teacher_force(options, target, contestant, answers)
@@ -115,12 +115,12 @@ def encode_openings(target: Target, examples: Sequence[Example], where: str) -> 
 
 
 def _contestant(
-    name: str, source: str, options: EvalOptions, target: Target, examples: Sequence[Example], backend: Backend
+    name: str, source: str, options: EvalOptions, target: Target, examples: Sequence[Example]
 ) -> Contestant:
     drafter = load_drafter(source, target, options.drafter_dtype)
     module = getattr(drafter, "module", None)
     if module is not None:
-        use_backend(module, backend)
+        use_backend_of(target.model, module)
     num_passes = getattr(drafter, "num_passes", None)
     layout = as_layout(options.tree) if isinstance(options.tree, list) else None
     fixed = options.num_speculative_tokens if layout is None else layout.depth

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..decode.packed import is_packed, unpack, use_backend
+from ..decode.packed import unpacked
 from ..distill.batch import DistillBatch
 from ..distill.chunked import DraftHead
 from ..distill.teacher import last_hidden
@@ -159,21 +159,18 @@ def change_target(target: Target, folder: Path, layers: dict[str, Tensor]) -> No
         raise BadInput(f"{folder}: changes the target, which {by} has changed already: load them for separate targets")
     say(f"{folder.name} changes the target: output is the changed target's, and so is what it is compared with")
     remember_weights(target)
-    packed = is_packed(model)
-    unpack(model)
-    if (folder / ADAPTER).is_dir():
-        load_adapter(model, folder / ADAPTER)
-    else:
-        modules = _layers(target)
-        numbers = sorted({int(name.removeprefix(LAYERS).split(".")[0]) for name in layers})
-        for number in numbers:
-            prefix = f"{LAYERS}{number}."
-            state = {name.removeprefix(prefix): value for name, value in layers.items() if name.startswith(prefix)}
-            load_exactly(modules[len(modules) - len(numbers) + number], state, str(folder))
+    with unpacked(model):
+        if (folder / ADAPTER).is_dir():
+            load_adapter(model, folder / ADAPTER)
+        else:
+            modules = _layers(target)
+            numbers = sorted({int(name.removeprefix(LAYERS).split(".")[0]) for name in layers})
+            for number in numbers:
+                prefix = f"{LAYERS}{number}."
+                state = {name.removeprefix(prefix): value for name, value in layers.items() if name.startswith(prefix)}
+                load_exactly(modules[len(modules) - len(numbers) + number], state, str(folder))
     model.requires_grad_(False)
     model.__dict__[_CHANGED_BY] = str(folder)
-    if packed:
-        use_backend(model, "packed")
 
 
 def _layers(target: Target) -> nn.ModuleList:

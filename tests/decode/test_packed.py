@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.decode import packed as packed_module
 from draftsmith.decode.draft_model import DraftModel
 from draftsmith.decode.forward import CachedLM
 from draftsmith.decode.fused import fuse, is_fused
 from draftsmith.decode.loop import plain_generate, speculative_generate
-from draftsmith.decode.onednn import supported
-from draftsmith.decode.packed import is_packed, unpack, use_backend
+from draftsmith.decode.onednn import PackedProduct, supported
+from draftsmith.decode.packed import is_packed, unpack, unpacked, use_backend, use_backend_of
 from draftsmith.decode.sampling import Sampling
 from draftsmith.heads.load import load_drafter
 from draftsmith.models.draft_lm import DraftLM, cut_vocabulary, save_draft_lm
@@ -71,6 +72,68 @@ def test_packed_products_change_nothing_but_rounding(reference: Any, any_model: 
     assert not is_packed(model)
     for one, other in zip(fed(model, reference), expected, strict=True):
         assert torch.equal(one, other)
+
+
+@torch.no_grad()
+def test_products_of_few_rows_may_stay_plain(any_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = any_model()
+    ids = torch.arange(8)[None]
+    few, many = model(ids[:, :2]).logits, model(ids).logits
+    packed_rows = []
+    inside = PackedProduct.__call__
+    monkeypatch.setattr(
+        PackedProduct, "__call__", lambda self, x: packed_rows.append(x.shape[:-1].numel()) or inside(self, x)
+    )
+    assert use_backend(model, "packed", plain_rows=2) == "packed"
+    assert torch.equal(model(ids[:, :2]).logits, few)
+    assert not packed_rows
+    assert torch.allclose(model(ids).logits, many, atol=1e-4)
+    assert set(packed_rows) == {8}
+
+
+def test_a_drafter_and_changed_weights_keep_the_rows_that_stay_plain(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = tiny_llama(), tiny_llama(seed=1)
+    used = []
+    inside = packed_module._pack
+    monkeypatch.setattr(packed_module, "_pack", lambda layer, rows: used.append(rows) or inside(layer, rows))
+    use_backend(target, "packed", plain_rows=3)
+    assert use_backend_of(target, drafter) == "packed"
+    with unpacked(target):
+        assert not is_packed(target)
+    assert is_packed(target)
+    assert set(used) == {3}
+    unpack(target)
+    assert use_backend_of(target, drafter) == "plain"
+    with unpacked(target):
+        pass
+    assert not is_packed(target)
+
+
+@pytest.mark.parametrize("faster", [0, 3, 16])
+def test_auto_measures_up_to_how_many_rows_plain_products_are_faster(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, faster: int
+) -> None:
+    now = 0.0
+
+    def ticking() -> float:
+        return now
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> None:
+        nonlocal now
+        now += 1.0 if x.shape[0] <= faster else 3.0
+
+    def packed(self: PackedProduct, x: torch.Tensor) -> None:
+        nonlocal now
+        now += 2.0
+
+    model = tiny_llama()
+    monkeypatch.setattr(packed_module.time, "perf_counter", ticking)
+    monkeypatch.setattr(torch.nn.functional, "linear", plain)
+    monkeypatch.setattr(PackedProduct, "__call__", packed)
+    assert use_backend(model, "auto") == ("plain" if faster == 16 else "packed")
+    assert model.__dict__.get("_draftsmith_plain_rows", 16) == faster
 
 
 def test_a_packed_target_is_not_fused(reference: Any, tiny_llama: Any) -> None:
