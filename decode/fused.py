@@ -99,7 +99,7 @@ class _Layer:
         self,
         hidden: Float[Tensor, "rows n hidden"],
         rope: tuple[Float[Tensor, "rows n 1 dim"], Float[Tensor, "rows n 1 dim"]],
-        mask: Float[Tensor, "rows 1 n width"],
+        mask: Float[Tensor, "rows 1 queries width"],
         cache: Any,
     ) -> Float[Tensor, "rows n hidden"]:
         hidden = hidden + self.out(self._attend(self.first_norm(hidden), rope, mask, cache))
@@ -119,7 +119,6 @@ class _Layer:
         # Queries that share keys stand side by side, so that no key is repeated.
         groups = self.heads // self.kv_heads
         queries = queries.view(rows, n, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = mask if n == 1 else mask.repeat(1, 1, groups, 1)
         queries = queries.to(keys.dtype)  # attention is computed in what the cache holds
         mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling).to(normed.dtype)
         return mixed.view(rows, self.kv_heads, groups, n, self.dim).permute(0, 3, 1, 2, 4).reshape(rows, n, -1)
@@ -153,8 +152,12 @@ class _Passes:
         hidden = self.embed(input_ids)
         cos, sin = self.rotary(hidden, position_ids)
         rope = cos.unsqueeze(2), sin.unsqueeze(2)
+        groups = self.layers[0].heads // self.layers[0].kv_heads
+        of_kind = masks if isinstance(masks, dict) else dict.fromkeys(self.kinds, masks)
+        if input_ids.shape[1] > 1:  # of one token, queries that share keys see the same
+            of_kind = {kind: mask.repeat(1, 1, groups, 1) for kind, mask in of_kind.items()}
         for layer, kind, cached in zip(self.layers, self.kinds, cache.layers, strict=True):
-            hidden = layer(hidden, rope, masks[kind] if isinstance(masks, dict) else masks, cached)
+            hidden = layer(hidden, rope, of_kind[kind], cached)
         hidden = self.norm(hidden)
         return DraftOutput(self.head.transform(self.product(hidden[:, -logits_to_keep:])), hidden, cache)
 
