@@ -39,7 +39,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
         raise BadInput(f"{options.target}: has no tokenizer, so prompts cannot be encoded")
     prompts = encode_openings(target, examples, where=options.prompts)
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
-    contestants = [_contestant("drafter", options.drafter, options, target, examples, backend)]
+    contestants = [_contestant("drafter", options.drafter, options, target, examples)]
     if options.baseline is not None:
         contestants.append(_contestant("baseline", options.baseline, options, target, examples))
     settings = options.settings()

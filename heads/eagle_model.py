@@ -25,6 +25,8 @@ from ..models.loading import load_exactly
 from ..models.vocabulary import d2t, t2d
 from .outputs import HeadOutputs
 
+# Who sees whom; while drafting, what sdpa adds to the scores of it.
+Seen = Bool[Tensor, "batch n width"] | Float[Tensor, "batch n width"]
 KeysValues = tuple[Float[Tensor, "batch kv_heads _ dim"], Float[Tensor, "batch kv_heads _ dim"]]
 _HEAD_NAMES = ("outputs.lm_heads.0.", "lm_head.")  # here, and on disk
 # Scalings whose frequencies do not depend on how long a sequence has become: what is in the cache stays valid.
@@ -92,17 +94,20 @@ class Attention(nn.Module):
         self,
         queries: Float[Tensor, "batch heads n dim"],
         prefix: KeysValues,
-        seen: Bool[Tensor, "batch n width"],
+        seen: Seen,
         own: list[KeysValues],
     ) -> Float[Tensor, "batch n hidden"]:
-        """Every query over the keys of `prefix` that it sees and, one each, the keys of `own` at its own index."""
+        """Every query over the keys of `prefix` that it sees and, one each, the keys of `own` at its own index.
+
+        With `own`, `seen` says who is seen; without, it may also be what is added to the scores.
+        """
         return self.o_proj(self.mix(queries, prefix, seen, own))
 
     def mix(
         self,
         queries: Float[Tensor, "batch heads n dim"],
         prefix: KeysValues,
-        seen: Bool[Tensor, "batch n width"],
+        seen: Seen,
         own: list[KeysValues],
     ) -> Float[Tensor, "batch n mixed"]:
         """The values that :meth:`attend` brings together, head by head, before the last projection.
@@ -233,7 +238,7 @@ class EagleModel(nn.Module):
         embedded: Float[Tensor, "batch n hidden"],
         features: Float[Tensor, "batch n hidden"],
         positions: Int[Tensor, "batch n"],
-        seen: Bool[Tensor, "batch n width"],
+        seen: Seen,
         cache: Any = None,
     ) -> Float[Tensor, "batch n hidden"]:
         """Outputs of entries, each over the entries that it sees: those in `cache` (if given), then these."""

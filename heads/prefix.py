@@ -3,13 +3,13 @@
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ..decode.forward import CachedLM
-from .eagle_model import Layer
+from .eagle_model import Layer, Seen
 from .medusa import zeroed
 
 
@@ -30,7 +30,7 @@ class PrefixAttention(nn.Module):
         self,
         hidden: Float[Tensor, "batch n hidden"],
         positions: Int[Tensor, "batch n"],
-        seen: Bool[Tensor, "batch n width"],
+        seen: Seen,
         cache: Any = None,
     ) -> Float[Tensor, "batch n hidden"]:
         """Every position over those that it sees: the ones in `cache` (if given), then these."""
