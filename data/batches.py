@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import BadInput
 from .chats import Encoded
 from .encoded_set import EncodedSet
-from .packing import Packed, pack_rows, plan_rows
+from .packing import Packed, pack_rows, padded_width, plan_rows
 
 
 class Step(NamedTuple):
@@ -143,7 +143,7 @@ class TokenBatches:
         """Micro-batches of rows of examples, for one rank: full rows first, so that rows of a batch are alike."""
         lengths = [int(self.lengths[i]) for i in examples]
         plan = plan_rows(lengths, self.length) if self.packing else [[i] for i in range(len(examples))]
-        width = {id(row): sum(lengths[i] for i in row) for row in plan}
+        width = {id(row): padded_width(sum(lengths[i] for i in row)) for row in plan}
         batches: list[list[list[int]]] = []
         widest = 0
         for row in sorted(plan, key=lambda row: -width[id(row)]):
@@ -154,7 +154,9 @@ class TokenBatches:
         return batches
 
     def _pack(self, rows: list[list[int]]) -> Packed:
-        return pack_rows([[(i, self.encoded[i]) for i in row] for row in rows], self.pad_id)
+        packed = [[(i, self.encoded[i]) for i in row] for row in rows]
+        widest = max(sum(len(encoded.input_ids) for _, encoded in row) for row in packed)
+        return pack_rows(packed, self.pad_id, padded_width(widest))
 
     def _filler(self, example: int) -> Packed:
         """One row that teaches nothing: ranks must run equally many passes for their collectives to meet."""

@@ -11,6 +11,9 @@ from ..errors import BadInput
 from .chats import Encoded
 
 
+_WIDTHS = 32  # widths of rows in training are multiples of this
+
+
 class Placed(NamedTuple):
     """Where an example went: ``row``, first position ``start``, number of tokens ``length``."""
 
@@ -57,9 +60,19 @@ def plan_rows(lengths: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
-def pack_rows(rows: Sequence[Sequence[tuple[int, Encoded]]], pad_id: int = 0) -> Packed:
-    """Lay out (example number, encoded) pairs as given, rows as wide as the fullest one."""
-    width = max(sum(len(encoded.input_ids) for _, encoded in row) for row in rows)
+def padded_width(width: int) -> int:
+    """The width that rows of `width` tokens are given in training.
+
+    Products of few different shapes: on a CPU a shape that is new costs the making of a kernel, several times the product
+    itself; on a GPU tensor cores want multiples of 8.
+    """
+    return -(-width // _WIDTHS) * _WIDTHS
+
+
+def pack_rows(rows: Sequence[Sequence[tuple[int, Encoded]]], pad_id: int = 0, width: int | None = None) -> Packed:
+    """Lay out (example number, encoded) pairs as given, rows `width` wide (None: as the fullest one)."""
+    if width is None:
+        width = max(sum(len(encoded.input_ids) for _, encoded in row) for row in rows)
     shape = (len(rows), width)
     input_ids = torch.full(shape, pad_id, dtype=torch.long)
     position_ids = torch.zeros(shape, dtype=torch.long)

@@ -26,6 +26,8 @@ MAX_CHUNK_LOGITS = 2**26  # a chunk's logits, whatever `chunk_tokens` says: 256 
 # their pages from the system costs more than the arithmetic); on an accelerator a kernel must outlast its launch.
 BLOCK_LOGITS = {"cpu": 2**20}
 BLOCK_LOGITS_ELSEWHERE = 2**24
+# Chunks are multiples of this, so that products have few different shapes (why: ``padded_width`` in data/packing.py).
+CHUNK_SIZES = 64
 
 
 class DraftHead(NamedTuple):
@@ -80,17 +82,23 @@ def chunked_loss(
     _check(mixture, target, tokens, metrics)
     if weights is None:
         weights = draft_hidden.new_ones(draft_hidden.shape[0], dtype=torch.float32)
-    elif not bool((supervised := weights != 0).all()):
-        rows = supervised.nonzero().squeeze(-1)
+    supervised = weights.nonzero().squeeze(-1)
+    positions = supervised.shape[0]
+    size = max(1, min(chunk_tokens, MAX_CHUNK_LOGITS // draft_head.weight.shape[0]))
+    missing = 0
+    if size >= CHUNK_SIZES < positions:  # the last chunk is filled up, with positions of weight 0
+        size, missing = size - size % CHUNK_SIZES, -positions % CHUNK_SIZES
+    if missing or positions < weights.shape[0]:
+        rows = torch.cat([supervised, supervised[:1].expand(missing)])
         draft_hidden, weights = draft_hidden[rows], weights[rows]
+        weights[positions:] = 0.0
         target = None if target is None else target.select(rows)
         tokens = None if tokens is None else tokens[rows]
     weights = weights.to(torch.float32)
     work = _Work(mixture, draft_hidden, draft_head, metrics, probabilities)
     with torch.no_grad():
-        size = max(1, min(chunk_tokens, MAX_CHUNK_LOGITS // draft_head.weight.shape[0]))
-        for start in range(0, draft_hidden.shape[0], size):
-            work.chunk(slice(start, start + size), target, tokens, weights)
+        for start in range(0, positions, size):
+            work.chunk(slice(start, start + size), min(size, positions - start), target, tokens, weights)
     total = _Precomputed.apply(
         work.total, draft_hidden, draft_head.weight, draft_head.bias, work.hidden_grad, work.weight_grad, work.bias_grad
     )
@@ -98,7 +106,7 @@ def chunked_loss(
     return LossSum(
         sum=total,
         count=weights.sum(),
-        positions=draft_hidden.shape[0],
+        positions=positions,
         alpha_sum=work.alpha if measured else None,
         greedy_agreement_sum=work.agreement if measured else None,
     )
@@ -175,9 +183,14 @@ class _Work:
         self.buffer = hidden.new_empty(0, dtype=self.dtype)
 
     def chunk(
-        self, rows: slice, target: TargetHidden | TargetTopK | None, tokens: Tensor | None, weights: Tensor
+        self,
+        rows: slice,
+        count: int,
+        target: TargetHidden | TargetTopK | None,
+        tokens: Tensor | None,
+        weights: Tensor,
     ) -> None:
-        """Add the losses, metrics and gradients of the positions `rows`."""
+        """Add the losses, metrics and gradients of the positions `rows`, of which the first `count` are wanted."""
         hidden, weights = self.hidden[rows], weights[rows]
         target_logits = None
         if isinstance(target, TargetHidden) and (self.mixture.needs_target or self.metrics):
@@ -187,14 +200,15 @@ class _Work:
             vocab = min(vocab, target_logits.shape[-1])
         logits = self._draft_logits(hidden, vocab)
         step = max(1, self.block_logits // vocab)
-        for start in range(0, hidden.shape[0], step):
-            block = slice(start, start + step)
+        for start in range(0, count, step):
+            block = slice(start, min(start + step, count))
             here: Tensor | TargetTopK | None = None if target_logits is None else target_logits[block]
             if isinstance(target, TargetTopK):
                 here = target.select(rows).select(block)
             kept = target.kept_ids if isinstance(target, TargetHidden) else None
             labels = None if tokens is None else tokens[rows][block]
             logits[block] = self._block(logits[block], here, kept, labels, weights[block])
+        logits[count:] = 0.0
         self._collect(rows, hidden, logits)
 
     def _draft_logits(self, hidden: Tensor, vocab: int) -> Tensor:

@@ -158,6 +158,39 @@ def test_unsupervised_positions_reach_no_head(make_case: MakeCase) -> None:
     assert (broken.grad[[0, 4, 5]] == 0).all()
 
 
+@pytest.mark.parametrize("chunk_tokens", [4, 6, 8, 64])
+def test_a_last_chunk_that_is_filled_up_adds_nothing(
+    make_case: MakeCase, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CHUNK_SIZES", 4)
+    case, mixture = make_case(1), parse_mixture("forward_kl")
+    sizes = []
+
+    def head(hidden: Tensor) -> Tensor:
+        sizes.append(len(hidden))
+        return case.target_logits(hidden)
+
+    case.weights[0] = 0.0
+    case.hidden.requires_grad_()
+    target = TargetHidden(case.target_hidden, head)
+    expected = case.plain(mixture)
+    (wanted,) = torch.autograd.grad(expected, case.hidden)
+    found = chunked_loss(
+        mixture, case.hidden, case.head, target, weights=case.weights, chunk_tokens=chunk_tokens, metrics=True
+    )
+    assert set(sizes) <= {4, 8}
+    assert sum(sizes) == 8
+    assert found.positions == 6
+    torch.testing.assert_close(found.sum, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum, case.hidden)[0], wanted)
+    monkeypatch.setattr(chunked, "CHUNK_SIZES", 1000)
+    unfilled = chunked_loss(
+        mixture, case.hidden, case.head, target, weights=case.weights, chunk_tokens=chunk_tokens, metrics=True
+    )
+    torch.testing.assert_close(found.alpha_sum, unfilled.alpha_sum)
+    torch.testing.assert_close(found.greedy_agreement_sum, unfilled.greedy_agreement_sum)
+
+
 def test_no_supervised_position_gives_zeros_that_still_reach_every_parameter(make_case: MakeCase) -> None:
     case = make_case(1)
     case.weights.zero_()
