@@ -61,7 +61,10 @@ def show(tokenizer: Any, steps: Iterable[Any], console: Console) -> None:
             yield from zip(step.tokens, step.drafted, strict=True)
 
     for text, drafted in pieces(tokenizer, tokens()):
-        console.print(Text(text, style=_DRAFTED if drafted else ""), end="", soft_wrap=True)
+        if console.is_terminal:
+            console.print(Text(text, style=_DRAFTED if drafted else ""), end="", soft_wrap=True)
+        else:  # character for character: rich expands tabs and drops control characters
+            console.file.write(text)
         console.file.flush()
     console.print()
     if stats is not None:

@@ -23,7 +23,8 @@ RuleOptions = Annotated[
     list[str] | None, typer.Option("--rule-option", metavar="NAME=VALUE", help="An option of the rule; repeatable.")
 ]
 Tree = Annotated[
-    str | None, typer.Option(metavar="WIDTHS|FILE|auto", help="Draft a tree: widths per depth (3,2,1) or paths.")
+    str | None,
+    typer.Option(metavar="WIDTHS|FILE|dynamic|auto", help="Draft a tree: widths per depth (3,2,1) or paths."),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this share.")]

@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.data.sources import Example
 from draftsmith.decode.draft import Accepted, Draft, TargetOutputs
-from draftsmith.decode.dynamic_tree import DynamicTree
+from draftsmith.decode.draft_model import DraftModel
 from draftsmith.decode.loop import speculative_generate
 from draftsmith.decode.packed import use_backend, use_backend_of
 from draftsmith.decode.prompts import pad_rows
@@ -134,7 +134,7 @@ def measure(
     found["chain"] = _decoded(target, drafter, name, prompts, examples, settings, num_tokens, None, None)
     tree, depth, words = _tree(target, drafter, prompts, num_tokens, settings)
     if words:
-        nodes = settings.tree_nodes if tree is None else len(tree)
+        nodes = len(tree) if isinstance(tree, list) else settings.tree_nodes
         found["tree"] = _decoded(target, drafter, name, prompts, examples, settings, depth, tree, nodes)
         found["tree_is"] = words
     found["audits"] = _audits(target, drafter, prompts, num_tokens, tree, settings)
@@ -143,21 +143,20 @@ def measure(
 
 def _tree(
     target: Target, drafter: Any, prompts: Sequence[list[int]], num_tokens: int, settings: Settings
-) -> tuple[list[list[int]] | None, int, str]:
-    """The tree of the settings' nodes that suits the kind: its paths, its levels, and which it is ("": there is none).
+) -> tuple[list[list[int]] | str | None, int, str]:
+    """The tree of the settings' nodes that suits the kind: itself, its levels, and which it is ("": there is none).
 
-    Heads that do not wait for each other get the tree of the highest joint accuracies, kinds that can grow one follow their
-    confidence (no paths then: it is switched on), others take that of the acceptance by rank.
+    Heads that do not wait for each other get the tree of the highest joint accuracies, kinds that are trained to see their
+    own draft follow their confidence, others take that of the acceptance by rank.
     """
     one_pass = getattr(drafter, "num_passes", lambda num_tokens: num_tokens)(2) == 1
     measured = getattr(drafter, "accuracies", None)
     if one_pass and measured is not None:
         layout = tree_from_accuracies(measured, settings.tree_nodes)
         return [list(path) for path in layout.paths], layout.depth, "of the highest joint accuracies"
-    if hasattr(drafter, "set_dynamic_tree"):
+    if hasattr(drafter, "set_dynamic_tree") and not isinstance(drafter, DraftModel):
         depth = num_tokens if measured is not None else _TREE_LEVELS
-        drafter.set_dynamic_tree(DynamicTree(settings.tree_nodes))
-        return None, depth, "by confidence"
+        return f"dynamic:num_nodes={settings.tree_nodes}", depth, "by confidence"
     if not hasattr(drafter, "set_tree") or not hasattr(drafter, "first_token_logits"):
         return None, 0, ""
     some = list(prompts[:: max(1, len(prompts) // _RANK_PROMPTS)])
@@ -187,7 +186,7 @@ def _decoded(
     examples: Sequence[Example],
     settings: Settings,
     num_tokens: int,
-    tree: list[list[int]] | None,
+    tree: list[list[int]] | str | None,
     nodes: int | None,
 ) -> dict[str, Any]:
     """What an evaluation says of plain decoding and the drafter in turns."""
@@ -204,7 +203,7 @@ def _decoded(
         drafter_parameters_read=getattr(drafter, "num_parameters_read", None),
         target_parameters_read=parameters_read(target),
     )
-    contestant = Contestant(drafter, record)
+    contestant = Contestant(drafter, record, tree)
     plain = decode_in_turns(options, target, prompts, [contestant])
     time_steps(options, target, prompts, [contestant])
     if nodes is None:
@@ -219,16 +218,13 @@ def _audits(
     drafter: Any,
     prompts: Sequence[list[int]],
     num_tokens: int,
-    tree: list[list[int]] | None,
+    tree: list[list[int]] | str | None,
     settings: Settings,
 ) -> dict[str, Any]:
-    """Greedy identity and the test of sampled output, of chains and, where there are paths or a grown tree, of the tree."""
-    set_dynamic = getattr(drafter, "set_dynamic_tree", lambda shape: None)
-    grown = getattr(drafter, "dynamic", None)
+    """Greedy identity and the test of sampled output, of chains and, where there is one, of the tree."""
     found = {}
-    forms = [("chain", None, None)] + ([("tree", tree, grown)] if tree is not None or grown is not None else [])
-    for form, paths, shape in forms:
-        set_dynamic(shape)
+    forms = [("chain", None)] + ([("tree", tree)] if tree is not None else [])
+    for form, shape in forms:
         for how, sampling in (("greedy", Sampling()), ("sampled", Sampling(settings.temperature))):
             some = [list(prompt) for prompt in prompts[: settings.audit_prompts]]
             result = audit_drafter(
@@ -236,7 +232,7 @@ def _audits(
                 drafter,
                 some if how == "greedy" else [prompt[-_CONTEXT_TOKENS:] for prompt in some[:2]],
                 sampling=sampling,
-                tree=paths,
+                tree=shape,
                 num_speculative_tokens=num_tokens,
                 batch_size=4 if how == "greedy" else 64,
                 max_new_tokens=settings.audit_tokens,

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..errors import BadInput
 from .chats import Encoded
 
-
 _WIDTHS = 32  # widths of rows in training are multiples of this
 
 

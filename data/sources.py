@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import BadInput, nearest
 from .turns import as_messages
@@ -134,9 +134,24 @@ def _shipped(name: str) -> Path:
     return Path(str(resources.files(f"{__package__}.prompts") / name))
 
 
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _text(path: Path) -> str:
+    with _opened(path) as file:
+        try:
+            return file.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
 def _jsonl(path: Path, require_answers: bool) -> Iterator[Example]:
     """Examples of a JSONL file, checked line by line; ids default to the line number."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path} line {number}"
             if not line.strip():
@@ -152,10 +167,7 @@ def _jsonl(path: Path, require_answers: bool) -> Iterator[Example]:
 
 def _json(path: Path, require_answers: bool) -> Iterator[Example]:
     """A JSON array of rows, or JSONL under another name."""
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    text = _text(path)
     if not text.lstrip().startswith("["):
         yield from _jsonl(path, require_answers)
         return
@@ -168,10 +180,7 @@ def _json(path: Path, require_answers: bool) -> Iterator[Example]:
 
 
 def _paragraphs(path: Path) -> Iterator[Example]:
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    text = _text(path)
     lines: list[str] = []
     number = 0
     for line in [*text.splitlines(), ""]:
@@ -236,6 +245,7 @@ def _example(row: Any, where: str, number: int, require_answers: bool) -> Iterat
         if not isinstance(row["text"], str):
             raise BadInput(f"{where}: text is {type(row['text']).__name__}, expected a string")
         if row["text"].strip():
+            _check_unicode(row["text"], where)
             yield Example(name, [], row["text"], category)
         return
     try:
@@ -244,10 +254,19 @@ def _example(row: Any, where: str, number: int, require_answers: bool) -> Iterat
         raise BadInput(f"{where}: {error}") from error
     if not any(message["content"].strip() for message in messages):
         raise BadInput(f"{where}: no turn with any text")
+    for message in messages:
+        _check_unicode(message["content"], where)
     example = Example(name, messages, None, category)
     if require_answers and not example.has_answer:
         raise BadInput(f"{where}: no assistant turn (data.responses=target lets the target answer prompts)")
     yield example
+
+
+def _check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+        raise BadInput(f"{where}: not Unicode ({error.reason} at character {error.start})") from error
 
 
 def _messages(row: Mapping[str, Any]) -> list[Any]:

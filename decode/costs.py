@@ -28,14 +28,15 @@ class StepCosts(NamedTuple):
 
     verification: dict[int, float]
     draft: dict[int, float]
+    passes: int | None = None  # the drafter's in the longest proposal; None: one a token
 
     @property
     def cost_ratio(self) -> float | None:
-        """c: time of one drafter step over time of one target step, from the longest proposal measured."""
+        """c: time of one drafter pass over time of one target step, from the longest proposal measured."""
         if not self.draft:
             return None
         longest = max(self.draft)
-        return self.draft[longest] / longest / self.verification[1]
+        return self.draft[longest] / (self.passes or longest) / self.verification[1]
 
 
 @torch.no_grad()
@@ -80,6 +81,8 @@ def measure_costs(
     for count in range(1, (num_nodes or num_speculative_tokens) + 2):
         begun = partial(propose, count - 1) if shares and count > 1 else None
         tasks["verify", count] = _Task(partial(verify, count), begun, reset if begun else lm.forget_pending)
+    passes: Callable[[int], int] | None = getattr(drafter, "num_passes", None)
+    drafted = 0
     if drafter is not None:
         reset()
         drafted = propose(num_speculative_tokens)
@@ -89,6 +92,7 @@ def measure_costs(
     return StepCosts(
         {count: seconds for (kind, count), seconds in times.items() if kind == "verify"},
         {count: seconds for (kind, count), seconds in times.items() if kind == "draft"},
+        passes(drafted) if passes is not None and drafted else None,
     )
 
 

@@ -11,6 +11,7 @@ from ..models.draft_lm import DraftLM
 from .confidence import Confidence, Stopping
 from .draft import Accepted, Draft, TargetOutputs, chain
 from .draft_tree import GrownTree, draws_needed, grow_tree, in_layout
+from .dynamic_tree import DynamicTree, grow_dynamic_tree
 from .forward import CachedLM
 from .sampling import Sampling, draw, probabilities
 from .tree import TreeLayout
@@ -29,6 +30,7 @@ class DraftModel:
         self.lm = model if isinstance(model, DraftLM) else DraftLM(model)
         self.vocab_size = vocab_size
         self.vocabulary: Tensor | None = self.lm.kept_ids
+        self.dynamic: DynamicTree | None = None
         self.tree: TreeLayout | None = None
         self.confidence: Confidence | None = None
 
@@ -49,6 +51,10 @@ class DraftModel:
     def set_tree(self, layout: TreeLayout | None) -> None:
         """Draft this tree from now on; None: chains."""
         self.tree = layout
+
+    def set_dynamic_tree(self, shape: DynamicTree | None) -> None:
+        """Grow trees by confidence from now on; None: chains, or the tree that is set."""
+        self.dynamic = None if shape is None else shape.checked()
 
     def set_confidence(self, confidence: Confidence | None) -> None:
         """End chains by its own probabilities from now on; None: never."""
@@ -73,6 +79,10 @@ class DraftModel:
         if self.tree is not None:
             layout = self.tree if sampling.temperature == 0 else self.tree.without_gaps()
             return self._propose_tree(layout.truncated(num_tokens), logits, sampling, generators)
+        if self.dynamic is not None:
+            # What it feeds is not counted in `depth_fed`: after the step all of it is forgotten, what was accepted is fed
+            # with the next newest token.
+            return grow_dynamic_tree(self.dynamic, num_tokens, logits, sampling, self._feed_nodes, self._to_target_ids)
         return self._propose_chain(num_tokens, logits, sampling, generators)
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
@@ -164,14 +174,17 @@ class DraftModel:
         self.depth_fed += 1
         return self._scored(out.logits[:, 0])
 
+    def _feed_nodes(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        out = self.cached.feed(self._known(tokens), parents)
+        assert out.logits is not None
+        return self._scored(out.logits)
+
     def _propose_tree(
         self, layout: TreeLayout, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
     ) -> Draft:
         def feed(tokens: Tensor, parents: Tensor) -> Tensor:
-            out = self.cached.feed(self._known(tokens), parents)
-            assert out.logits is not None
             self.depth_fed += 1
-            return self._scored(out.logits)
+            return self._feed_nodes(tokens, parents)
 
         uniforms = None if sampling.temperature == 0 else self._uniforms(draws_needed(layout), generators)
         self.grown = grow_tree(layout, logits, sampling, uniforms, feed, self._to_target_ids, self._spread)

@@ -9,6 +9,7 @@ from ..models.draft_lm import DraftLM
 from ..models.target import Target
 from .draft import Drafter
 from .draft_model import DraftModel
+from .dynamic_tree import DynamicTree
 from .jacobi import Jacobi
 from .lookahead import Lookahead
 from .named import Options, parse_named
@@ -25,7 +26,7 @@ WITHOUT_TRAINING: dict[str, Options] = {
 }
 
 
-def as_drafter(drafter: Any, target: Target, layout: TreeLayout | None = None) -> Drafter | None:
+def as_drafter(drafter: Any, target: Target, tree: TreeLayout | DynamicTree | None = None) -> Drafter | None:
     """A drafter from: None (plain decoding), a causal LM, a name from `WITHOUT_TRAINING`, or a drafter.
 
     Raises:
@@ -34,11 +35,15 @@ def as_drafter(drafter: Any, target: Target, layout: TreeLayout | None = None) -
     made = _made(drafter, target)
     if made is None:
         return None
-    set_tree = getattr(made, "set_tree", None)
-    if set_tree is not None:
-        set_tree(layout)
-    elif layout is not None:
-        raise BadInput(f"{type(made).__name__} drafts chains only: it takes no tree")
+    grown, layout = (tree, None) if isinstance(tree, DynamicTree) else (None, tree)
+    for setter, shape, instead in (
+        ("set_tree", layout, "chains only: it takes no tree"),
+        ("set_dynamic_tree", grown, "no trees by its confidence"),
+    ):
+        if (set_shape := getattr(made, setter, None)) is not None:
+            set_shape(shape)
+        elif shape is not None:
+            raise BadInput(f"{type(made).__name__} drafts {instead}")
     return made
 
 
@@ -76,7 +81,12 @@ def drafter_without_training(name: str, target: Target | None = None) -> Drafter
         case "lookahead":
             return Lookahead(**options)
         case "jacobi":
-            return Jacobi(**({"pad_id": _pad_id(target)} | options))
+            jacobi = Jacobi(**({"pad_id": _pad_id(target)} | options))
+            if target is not None and jacobi.pad_id >= target.vocab_size:
+                raise BadInput(
+                    f"jacobi: pad_id is {jacobi.pad_id}, the target's vocabulary has {target.vocab_size} ids"
+                )
+            return jacobi
         case _:
             return Suffix(**options)
 

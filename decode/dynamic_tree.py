@@ -5,7 +5,7 @@ rule for chosen children stays lossless.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..errors import BadInput
 from .draft import Draft
 from .sampling import Sampling, probabilities
-from .tree import MAX_NODES
+from .tree import MAX_NODES, TreeLayout, as_layout
+from .tree_names import parse_tree_name
 from .tree_search import grow_layer, select_nodes
 
 
@@ -34,6 +35,19 @@ class DynamicTree(NamedTuple):
             if not 1 <= value <= MAX_NODES:
                 raise BadInput(f"dynamic tree: {name} is {value}, expected 1 to {MAX_NODES}")
         return self
+
+
+def as_tree(tree: Any) -> TreeLayout | DynamicTree | None:
+    """What a user's `tree` describes: None (a chain), a name (``"dynamic:num_nodes=16,width=4"``), widths or paths.
+
+    Raises:
+        BadInput: it is none of these.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, str):
+        tree = DynamicTree(**parse_tree_name(tree, "tree")[1])
+    return tree.checked() if isinstance(tree, DynamicTree) else as_layout(tree)
 
 
 def grow_dynamic_tree(

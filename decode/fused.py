@@ -136,6 +136,8 @@ class _Passes:
         self.embed, self.rotary = model.get_input_embeddings(), model.base_model.rotary_emb
         self.layers = [_Layer(layer) for layer in layers]
         self.kinds = list(getattr(config, "layer_types", None) or [None] * len(layers))
+        if len({layer.heads // layer.kv_heads for layer in self.layers}) != 1:
+            raise BadInput("layers share keys differently")
         self.norm, self.head = _norm(final_norm(model)), draft_lm.head
         (linear,) = _linears(self.head, ("linear",))
         self.product = _joined(linear)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..models.target import Target, as_target
 from .confidence import set_confidence
 from .drafters import as_drafter
+from .dynamic_tree import as_tree
 from .lengths import LengthPolicy, as_length_policy, stop_by
 from .prompts import Prompts, right_padded
 from .sampling import Sampling
@@ -17,7 +18,7 @@ from .stats import Stats
 from .step import Decoding, Ends, Step
 from .stop import StopStrings
 from .streams import RowStreams, row_seeds
-from .tree import as_layout
+from .tree import TreeLayout
 
 
 class SpeculativeOutput(NamedTuple):
@@ -62,7 +63,8 @@ def speculative_generate(
         temperature, top_k, top_p, min_p, repetition_penalty: the sampling transforms; temperature 0 is greedy.
         eos_token_id: ids that end a row; None: the target's own; an empty list: none.
         rule: the verification rule; with a tree, ``lossless`` means ``multi``.
-        tree: None (a chain), widths per depth, or root-to-node paths.
+        tree: None (a chain), widths per depth, root-to-node paths, or ``"dynamic"`` (a ``DynamicTree``, with options
+            ``"dynamic:num_nodes=16,width=4"``): grown by the drafter's confidence, `num_speculative_tokens` deep.
         seed: of the batch (each row then has its own stream), or one per row.
         stop_strings: a row ends with the token that completes one of these (needs the target's tokenizer).
 
@@ -111,18 +113,19 @@ def decode_steps(
     stop_strings: Sequence[str] | None = None,
 ) -> Iterator[Step]:
     """The steps of :func:`speculative_generate`, one by one as they are decoded (to stream, and to train online)."""
-    layout = None if tree is None else as_layout(tree)
-    made = as_drafter(drafter, target, layout)
+    shape = as_tree(tree)
+    made = as_drafter(drafter, target, shape)
+    layout = shape if isinstance(shape, TreeLayout) else None
     policy = as_length_policy(num_speculative_tokens, target, made, prompts, layout)
     if made is not None:
         confidence, needed = stop_by(policy, rule, rule_options or {})
-        set_confidence(made, confidence, layout is not None, needed)
+        set_confidence(made, confidence, shape is not None, needed)
     decoding = Decoding(
         target,
         made,
         prompts,
         sampling=sampling,
-        rule="multi" if layout is not None and rule == "lossless" else rule,
+        rule="multi" if shape is not None and rule == "lossless" else rule,
         options=dict(rule_options or {}),
         streams=RowStreams(row_seeds(seed, len(prompts.lengths))),
         ends=Ends(_eos_ids(eos_token_id, target), StopStrings.of(target, stop_strings)),

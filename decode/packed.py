@@ -52,7 +52,10 @@ def use_backend(model: nn.Module, backend: Backend, plain_rows: int = 0) -> Back
 
 
 def use_backend_of(target: nn.Module, model: nn.Module) -> Backend:
-    """Switch `model`, a drafter's, to the backend that its target uses, down to the rows that stay plain."""
+    """Switch `model`, a drafter's, to the backend that its target uses, down to the rows that stay plain.
+
+    (Fused passes are packed for any number of rows.)
+    """
     return use_backend(model, "packed" if is_packed(target) else "plain", target.__dict__.get(_PLAIN_ROWS, 0))
 
 

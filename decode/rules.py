@@ -50,7 +50,7 @@ def rule_options(rule: str, options: Mapping[str, Any] | None = None) -> dict[st
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             limits = f"of at least {low:g}" if high == _ANY else f"from {low:g} to {high:g}"
             raise BadInput(f"rule_options: {name} of rule {rule!r} is {value!r}, expected a number {limits}")
-        if name == "top" and value != int(value):
+        if name == "top" and not float(value).is_integer():
             raise BadInput(f"rule_options: {name} of rule {rule!r} is {value!r}, expected a whole number")
     given = {name: float(value) for name, value in (options or {}).items()}
     return {name: float(option.default) for name, option in known.items()} | given

@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..errors import BadInput
 from ..models.target import Target
 from .draft import Accepted, Draft, Drafter, TargetOutputs, Verdict, share_cache, wants
 from .forward import CachedLM, Outputs
 from .lengths import LengthPolicy
 from .prompts import Prompts
 from .rules import LOSSLESS, rule_options
-from .sampling import Sampling, draw, probabilities
+from .sampling import Sampling, check_sampling, draw, probabilities
 from .seen import SeenTokens
 from .stats import RowStats, Stats
 from .stop import StopStrings
@@ -66,7 +67,9 @@ class Decoding:
         policy: LengthPolicy,
         max_new_tokens: int,
     ):
-        self.drafter, self.sampling, self.streams, self.ends = drafter, sampling, streams, ends
+        if max_new_tokens < 0:
+            raise BadInput(f"max_new_tokens: {max_new_tokens} is out of range, expected 0 or more")
+        self.drafter, self.sampling, self.streams, self.ends = drafter, check_sampling(sampling), streams, ends
         self.rule, self.rule_options = rule, rule_options(rule, options)
         self.policy = policy
         self.most: list[int] = []  # draft tokens that each row may hold in the newest step

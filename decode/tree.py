@@ -33,6 +33,11 @@ class TreeLayout(NamedTuple):
         return max(self.depths, default=0)
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes to verify."""
+        return len(self.parents)
+
+    @property
     def num_children(self) -> tuple[int, ...]:
         """Children to propose after the newest emitted token, then after every node: the last rank used, and one."""
         counts = [0] * (len(self.parents) + 1)

@@ -8,6 +8,7 @@ and its drift is reported instead.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..decode.dynamic_tree import as_tree
 from ..decode.length_names import longest
 from ..decode.loop import speculative_generate
 from ..decode.packed import use_backend, use_backend_of
@@ -15,7 +16,7 @@ from ..decode.prompts import pad_rows
 from ..decode.rules import LOSSLESS
 from ..decode.sampling import Sampling
 from ..decode.streams import mix
-from ..decode.tree import as_layout
+from ..decode.tree import TreeLayout
 from ..errors import BadInput
 from ..heads import load_drafter
 from ..models.target import Target, as_target, load_target
@@ -171,7 +172,8 @@ def audit_drafter(
         head = f"greedy decoding: {len(rows)} prompts, {batch_size} side by side"
         good = "PASSED: the output is the target's"
     else:
-        depth = longest(num_speculative_tokens) if tree is None else as_layout(tree).depth
+        shape = as_tree(tree)
+        depth = shape.depth if isinstance(shape, TreeLayout) else longest(num_speculative_tokens)
         _check_room(target, rows, names, joint_tokens)
         found = audit_sampled(
             engine,

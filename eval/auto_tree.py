@@ -52,10 +52,12 @@ def choose_tree(
     costs = measure_costs(target, drafter, typical, len(acceptance), seconds=6.0, min_rounds=3, num_nodes=_MOST_NODES)
     # Chosen children may leave a rank out, which helps heads whose second guess is another head's first; drawn ones may not.
     search = tree_from_accuracies if accuracies is not None and sampling.temperature == 0 else best_tree
+    num_passes = getattr(drafter, "num_passes", None)
     shapes: list[TreeLayout] = []
     for levels in range(1, len(acceptance) + 1):
         layouts = [search(acceptance[:levels], nodes) for nodes in range(1, _MOST_NODES + 1)]
-        best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs))
+        passes = num_passes(levels) if num_passes is not None else levels
+        best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs, passes))
         if best not in shapes:
             shapes.append(best)
     plain, *seconds = step_seconds(target, drafter, [None, *shapes], typical, sampling)
@@ -100,9 +102,11 @@ def step_seconds(
     return [statistics.median(found) for found in times]
 
 
-def _tokens_per_second(layout: TreeLayout, acceptance: Sequence[Sequence[float]], costs: StepCosts) -> float:
+def _tokens_per_second(
+    layout: TreeLayout, acceptance: Sequence[Sequence[float]], costs: StepCosts, passes: int
+) -> float:
     assert costs.cost_ratio is not None
-    drafting = layout.depth * costs.cost_ratio * costs.verification[1]
+    drafting = passes * costs.cost_ratio * costs.verification[1]
     return (1 + expected_accepted(layout, acceptance)) / (costs.verification[len(layout.parents) + 1] + drafting)
 
 
@@ -119,7 +123,8 @@ def rank_acceptance(
         hidden = hidden.gather(1, batch.positions[..., None].expand(-1, -1, hidden.shape[-1]))
         for row, count in enumerate(batch.counts):
             probs = probabilities(head(batch.target_hidden[row, :count]), sampling)
-            ranked = drafter.first_token_logits(hidden[row, :count]).topk(_RANKS, dim=-1).indices
-            total += probs.gather(1, ranked).sum(0).cpu()
+            scores = drafter.first_token_logits(hidden[row, :count])
+            ranked = scores.topk(min(_RANKS, scores.shape[-1]), dim=-1).indices
+            total[: ranked.shape[1]] += probs.gather(1, ranked).sum(0).cpu()
             positions += count
     return total / max(positions, 1)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .wording import FEW_PROMPTS, LOSSLESS_RULES, Report, Run, find, interval, is_greedy, ordered, title
+from .wording import FEW_PROMPTS, LOSSLESS, Report, Run, find, interval, is_greedy, ordered, title
 
 
 def caveats(report: Report) -> list[str]:
@@ -15,7 +15,7 @@ def caveats(report: Report) -> list[str]:
 
 def _output(run: Run, report: Report) -> Iterator[str]:
     rule, compared = report["settings"].get("rule", "lossless"), run["identical_to_target"]
-    if rule not in LOSSLESS_RULES:
+    if rule not in LOSSLESS:
         yield f"The verification rule “{rule}” does not preserve the target's distribution."
     elif compared and compared[0] < compared[1] and is_greedy(report):
         yield (
@@ -53,7 +53,7 @@ def _self_check(run: Run, report: Report) -> Iterator[str]:
     if first is None or forced is None or run["tree_nodes"]:  # a tree's first level holds several tries
         return
     ends = (run["conditional_acceptance_ci"] or [None])[0]
-    if ends and not ends[0] <= forced <= ends[1] and report["settings"].get("rule", "lossless") in LOSSLESS_RULES:
+    if ends and not ends[0] <= forced <= ends[1] and report["settings"].get("rule", "lossless") in LOSSLESS:
         yield (
             f"Self-check failed: {prefix.replace('_', ' ')} at step starts is {forced:.3f}, but the decoder accepted "
             f"{first:.3f} {interval(ends)} of the first draft tokens. The two should agree."

@@ -9,7 +9,7 @@ from .plots import plots
 from .style import CSS
 from .wording import (
     DEFINITIONS,
-    LOSSLESS_RULES,
+    LOSSLESS,
     MISSING,
     Report,
     Row,
@@ -106,7 +106,7 @@ def _identity_tile(report: Report, run: Run) -> tuple[str, str, str]:
     if run["identical_to_target"] is not None:
         same, total = run["identical_to_target"]
         return "output identical", f"{same}/{total}", "prompts, against plain decoding"
-    lossless = report["settings"].get("rule", "lossless") in LOSSLESS_RULES
+    lossless = report["settings"].get("rule", "lossless") in LOSSLESS
     return (
         "output identical",
         MISSING,

@@ -20,7 +20,6 @@ from .alpha import Answer, teacher_forced
 from .options import EvalOptions
 from .records import PromptRecord, RunRecord
 
-LOSSLESS = ("lossless", "block", "multi")
 _WARM_UP_TOKENS = 8
 
 
@@ -30,6 +29,7 @@ class Contestant:
 
     drafter: Any
     record: RunRecord
+    tree: Any = None  # what it drafts: widths per depth or paths; None: chains
     answers: list[list[int]] = field(default_factory=list)
     step_starts: list[list[int]] = field(default_factory=list)  # tokens emitted before each step that drafted
 
@@ -65,9 +65,19 @@ def decode_in_turns(
                     _compare(options, contestant, row, plain[row])
             progress.advance(len(rows))
     for contestant in contestants:
-        if contestant.record.num_speculative_tokens is None:
-            contestant.record.passes_per_step = _mean_passes(contestant)
+        _correct_length(contestant)
     return plain
+
+
+def _correct_length(contestant: Contestant) -> None:
+    """Say of chains how long they were: some drafters have fewer tokens than they are asked for, some decide by step."""
+    record, num_passes = contestant.record, getattr(contestant.drafter, "num_passes", None)
+    longest = max((len(prompt.drafted_at or []) for prompt in record.prompts), default=0)
+    if record.num_speculative_tokens is None:
+        record.passes_per_step = _mean_passes(contestant)
+    elif record.tree_nodes is None and 0 < longest < record.num_speculative_tokens:
+        record.num_speculative_tokens = longest
+        record.passes_per_step = None if num_passes is None else num_passes(longest)
 
 
 def _mean_passes(contestant: Contestant) -> float:
@@ -131,7 +141,7 @@ def _decode(
         num_speculative_tokens=options.num_speculative_tokens,
         rule=options.rule,
         rule_options=options.rule_options,
-        tree=options.tree,
+        tree=taker.tree,
         **settings,
     )
 

@@ -8,10 +8,11 @@ from typing import Any
 import yaml
 
 from ..decode.length_names import parse_policy
+from ..decode.rules import RULES, rule_options
+from ..decode.tree_names import TREES, parse_tree_name
 from ..errors import BadInput, nearest
 
 Tree = list[int] | list[list[int]] | str
-RULES = ("lossless", "block", "multi", "typical", "lenient", "tolerant", "fallback_rollback")
 BACKENDS = ("auto", "plain", "packed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFTER_DTYPES = ("target", *DTYPES)
@@ -31,7 +32,7 @@ class DecodingOptions:
     num_speculative_tokens: int | str = 4  # draft tokens a step, or the name of what decides them ("confidence")
     rule: str = "lossless"
     rule_options: dict[str, Any] = field(default_factory=dict)
-    tree: Tree | None = None  # widths per depth, root-to-node paths, "auto"; None: a chain
+    tree: Tree | None = None  # widths per depth, root-to-node paths, "dynamic:…", "auto"; None: a chain
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -46,7 +47,10 @@ class DecodingOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        _among("--rule", self.rule, RULES)
+        _among("--rule", self.rule, tuple(RULES))
+        rule_options(self.rule, self.rule_options)
+        if self.rule == "block" and self.tree is not None:
+            raise BadInput("--rule block: block verification is defined on a chain, use multi with a tree")
         _among("--backend", self.backend, BACKENDS)
         _among("--dtype", self.dtype, DTYPES)
         _among("--drafter-dtype", self.drafter_dtype, DRAFTER_DTYPES)
@@ -117,6 +121,11 @@ class GenerateOptions(DecodingOptions):
     prompt: str
     drafter: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree == "auto":
+            raise BadInput("--tree auto: `draftsmith eval` chooses and names a tree, generate takes its paths")
+
 
 def _among(option: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
@@ -136,12 +145,16 @@ def parse_lengths(text: str) -> int | str:
 def parse_tree(text: str | None) -> Tree | None:
     """A tree from the command line.
 
-    Widths per depth (``3,2,1``), a YAML or JSON list of root-to-node paths, a file that holds either, or ``auto``.
+    Widths per depth (``3,2,1``), a YAML or JSON list of root-to-node paths, a file that holds either, ``dynamic`` (with
+    options: ``dynamic:num_nodes=16,width=4``), or ``auto``.
 
     Raises:
         BadInput: neither of these, or the file cannot be read.
     """
     if text is None or text == "auto":
+        return text
+    if text.partition(":")[0] in TREES:
+        parse_tree_name(text, "--tree")
         return text
     inline = re.fullmatch(r"\s*(\[.*|[\d,\s]+)", text, re.DOTALL)
     try:
@@ -151,7 +164,7 @@ def parse_tree(text: str | None) -> Tree | None:
         raise BadInput(f"--tree {text}: cannot be read ({' '.join(str(problem).split())})") from problem
     if _all_ints(value, least=1) or (isinstance(value, list) and value and all(_all_ints(item) for item in value)):
         return value
-    expected = "widths per depth such as 3,2,1, a list of root-to-node paths, a file with either, or auto"
+    expected = "widths per depth such as 3,2,1, a list of root-to-node paths, a file with either, dynamic, or auto"
     raise BadInput(f"--tree {text}: expected {expected}")
 
 

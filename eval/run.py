@@ -9,9 +9,11 @@ from typing import Any
 
 from ..data.chats import encode_prompt
 from ..data.sources import Example, read_examples, shipped_evaluation
+from ..decode.dynamic_tree import DynamicTree, as_tree
 from ..decode.length_names import longest
 from ..decode.packed import use_backend, use_backend_of
-from ..decode.tree import as_layout
+from ..decode.rules import LOSSLESS
+from ..decode.tree import TreeLayout
 from ..errors import BadInput
 from ..heads import load_drafter
 from ..models.target import Target, load_target
@@ -20,7 +22,7 @@ from ..provenance import environment
 from .alpha import Answer
 from .auto_tree import choose_tree
 from .drift import add_drift
-from .measure import LOSSLESS, Contestant, decode_in_turns, served_sampling, teacher_force, time_steps
+from .measure import Contestant, decode_in_turns, served_sampling, teacher_force, time_steps
 from .options import EvalOptions
 from .records import PromptRecord, RunRecord
 from .report import build_report, write_report
@@ -82,9 +84,10 @@ def _with_chosen_tree(
     depth = longest(options.num_speculative_tokens)
     layout, words = choose_tree(target, contestant.drafter, answers, served_sampling(options), depth)
     say(f"tree: {words}")
-    contestant.record.tree_nodes = len(layout.parents)
+    contestant.record.tree_nodes = layout.num_nodes
     contestant.record.num_speculative_tokens = layout.depth
     contestant.record.passes_per_step = _passes(contestant.drafter, layout.depth)
+    contestant.tree = layout.paths
     return dataclasses.replace(options, tree=layout.paths), words
 
 
@@ -122,21 +125,23 @@ def _contestant(
     if module is not None:
         use_backend_of(target.model, module)
     num_passes = getattr(drafter, "num_passes", None)
-    layout = as_layout(options.tree) if isinstance(options.tree, list) else None
-    fixed = options.num_speculative_tokens if layout is None else layout.depth
+    shape = None if options.tree == "auto" else as_tree(options.tree)
+    if not hasattr(drafter, "set_dynamic_tree" if isinstance(shape, DynamicTree) else "set_tree"):
+        shape = None  # it drafts chains only
+    fixed = shape.depth if isinstance(shape, TreeLayout) else options.num_speculative_tokens
     depth = fixed if isinstance(fixed, int) else None
     record = RunRecord(
         name,
         [PromptRecord(example.id, example.category or "all") for example in examples],
         label=str(source),
         num_speculative_tokens=depth,
-        tree_nodes=None if layout is None else len(layout.parents),
+        tree_nodes=None if shape is None else shape.num_nodes,
         sequential=num_passes is None or num_passes(2) > num_passes(1),
         passes_per_step=_passes(drafter, depth),
         drafter_parameters_read=getattr(drafter, "num_parameters_read", None),
         target_parameters_read=parameters_read(target),
     )
-    return Contestant(drafter, record)
+    return Contestant(drafter, record, None if shape is None else options.tree)
 
 
 def _passes(drafter: Any, depth: int | None) -> int | None:

@@ -7,8 +7,9 @@ it.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..decode.rules import LOSSLESS
+
 MISSING = "–"
-LOSSLESS_RULES = ("lossless", "block", "multi")
 FEW_PROMPTS = 20
 
 Run = Mapping[str, Any]
@@ -248,5 +249,5 @@ def _identity_sentence(run: Run, report: Report) -> str:
     same, total = compared
     if same == total:
         return f"The output is identical to plain decoding, token for token, on all {total} prompts."
-    lossy = "" if report["settings"].get("rule", "lossless") in LOSSLESS_RULES else " (the rule is a lossy one)"
+    lossy = "" if report["settings"].get("rule", "lossless") in LOSSLESS else " (the rule is a lossy one)"
     return f"The output differs from plain decoding on {total - same} of {total} prompts{lossy}."

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 
 from huggingface_hub.utils import enable_progress_bars
-from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from ..errors import BadInput
@@ -43,6 +42,8 @@ def one_line_errors(name: str) -> Iterator[None]:
     """Turn what the loaders raise for bad files and unreachable hubs into one line that starts with `name`."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except BadInput:
+        raise
+    except Exception as error:  # each loader has errors of its own, down to bare ones
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadInput(f"{name}: cannot be loaded: {line}") from error

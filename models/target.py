@@ -46,8 +46,18 @@ class Target:
 
     @property
     def context_limit(self) -> int | None:
-        """Positions the model was made for, or None where its positions have no end."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """Positions the model was made for, or None where its positions have no end.
+
+        Rotary frequencies of the kind ``longrope`` change for a whole pass once a position in it lies beyond the original
+        length. A draft would cross that line in another step than plain decoding does, so decoding ends there.
+        """
+        config = self.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if limit is None or rope.get("rope_type") != "longrope":
+            return limit
+        original = rope.get("original_max_position_embeddings")
+        return min(limit, original or getattr(config, "original_max_position_embeddings", None) or limit)
 
 
 def load_target(
@@ -65,8 +75,7 @@ def load_target(
     """
     name = str(name)
     model = load_causal_lm(name, dtype, device, trust_remote_code)
-    if getattr(model, "_is_stateful", False):
-        raise BadInput(f"{name}: keeps a recurrent state ({model.config.model_type}), which cannot be rolled back")
+    _check_verifies(model, name)
     check_split(model)
     return _freeze(model, load_tokenizer(name, trust_remote_code), name)
 
@@ -84,7 +93,24 @@ def as_target(model_or_target: Any) -> Target:
     if model_or_target.config.is_encoder_decoder or model_or_target.get_output_embeddings() is None:
         raise BadInput(f"{type(model_or_target).__name__}: only decoder-only causal LMs can be targets")
     name = model_or_target.name_or_path or type(model_or_target).__name__
+    _check_verifies(model_or_target, name)
     return _freeze(model_or_target, None, name)
+
+
+def _check_verifies(model: Any, name: str) -> None:
+    """Raise BadInput for a model that cannot verify a draft: its state cannot go back, or it tells positions by columns of
+    the cache, which differ between the rows of a batch and between the branches of a tree.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model, "_is_stateful", False):
+        raise BadInput(f"{name}: keeps a recurrent state ({config.model_type}), which cannot be rolled back")
+    if getattr(config, "alibi", False) or config.model_type in _BY_COLUMN:
+        raise BadInput(
+            f"{name}: tells positions by columns of the cache ({config.model_type}), so it cannot verify drafts"
+        )
+
+
+_BY_COLUMN = ("bloom", "mpt", "gpt_neo")  # ALiBi; windows counted in columns
 
 
 def in_dtype(target: Target, dtype: torch.dtype) -> Target:

@@ -23,16 +23,18 @@ from draftsmith.recipe import EagleDrafter, ObjectiveSection
 
 VERSIONS = [1, 3]
 FAMILIES = ["tiny_llama", "tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_gemma3", "tiny_gpt2"]
-SHAPES = {"chain": {}, "tree": {"tree": [3, 2, 1]}, "paths": {"tree": [[0], [1], [0, 0], [0, 2]]}, "dynamic": {}}
+SHAPES = {
+    "chain": {},
+    "tree": {"tree": [3, 2, 1]},
+    "paths": {"tree": [[0], [1], [0, 0], [0, 2]]},
+    "dynamic": {"tree": DynamicTree(num_nodes=7, width=3)},
+}
 
 
-def drafter_for(target, version, shape="chain", kept=None, seed=0):
+def drafter_for(target, version, kept=None, seed=0):
     torch.manual_seed(seed)
     config = EagleDrafter(version=version)
-    drafter = eagle_in_training(config, ObjectiveSection(), target, kept, Sampling()).drafter
-    if shape == "dynamic":
-        drafter.set_dynamic_tree(DynamicTree(num_nodes=7, width=3))
-    return drafter
+    return eagle_in_training(config, ObjectiveSection(), target, kept, Sampling()).drafter
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_greedy_output_is_plain_greedy_output(family, version, shape, request, c
     tied = family != "tiny_qwen2"
     target = as_target(request.getfixturevalue(family)(layers=3, tie_word_embeddings=tied))
     kept = torch.arange(0, 64, 2) if shape in ("tree", "dynamic") else None
-    drafter = drafter_for(target, version, shape, kept)
+    drafter = drafter_for(target, version, kept)
     stats = checks.check_greedy(target, drafter, [9, 1, 5], new=16, num_speculative_tokens=3, **SHAPES[shape])
     assert stats.drafted > 0
     if shape in ("tree", "dynamic"):
@@ -61,8 +63,8 @@ def test_greedy_output_is_plain_greedy_output(family, version, shape, request, c
 @pytest.mark.parametrize("version", VERSIONS)
 def test_sampled_output_has_the_targets_joint_distribution(version, shape, tiny_llama, checks):
     target = as_target(tiny_llama(vocab_size=6, layers=2, seed=5))
-    drafter = drafter_for(target, version, shape, torch.tensor([0, 2, 3, 5]) if version == 3 else None)
-    tree = {"tree": [2, 2]} if shape == "tree" else {}
+    drafter = drafter_for(target, version, torch.tensor([0, 2, 3, 5]) if version == 3 else None)
+    tree = {"tree": [2, 2]} if shape == "tree" else SHAPES[shape]
     settings = {"temperature": 0.8, "top_p": 0.95, "num_speculative_tokens": 2, **tree}
     checks.check_sampled(target, drafter, settings)
 
@@ -98,12 +100,12 @@ class OnePositionLate(Checked):
 
 
 def worst_difference(target, version, shape, prompts, checks, kind=Checked):
-    drafter: Any = drafter_for(target, version, shape)
+    drafter: Any = drafter_for(target, version)
     drafter.__class__ = kind
     drafter.texts, drafter.worst = [list(prompt) for prompt in prompts], 0.0
     drafter.states_of = lambda ids: dict(enumerate(target.model(ids, output_hidden_states=True).hidden_states))
     pattern = [[length] * len(prompts) for length in (0, 2, 0, 0, 3, 1, 3)]
-    lengths = 3 if SHAPES[shape] else checks.Lengths(pattern)  # a static tree has a depth of its own
+    lengths = 3 if shape in ("tree", "paths") else checks.Lengths(pattern)  # a static tree has a depth of its own
     for step in steps_of(target, drafter, prompts, lengths, SHAPES[shape]):
         for entries, text, tokens in zip(drafter.cached.host_lengths, drafter.texts, step.tokens, strict=True):
             assert entries + len(tokens) + 1 >= len(text)
@@ -140,8 +142,7 @@ def test_a_good_drafter_makes_trees_pay(copying, checks):
     checks.train_steps(made.objective, (copying.batch(16, 20, seed) for seed in range(100)), 40, 1e-2)
     prompts = copying.rows(8, 9, seed=7)
     found = {}
-    for name, tree in (("chain", None), ("tree", [3, 2, 1]), ("dynamic", None)):
-        made.drafter.set_dynamic_tree(DynamicTree(12, 4) if name == "dynamic" else None)
+    for name, tree in (("chain", None), ("tree", [3, 2, 1]), ("dynamic", "dynamic:num_nodes=12")):
         out = speculative_generate(
             copying.target,
             made.drafter,

@@ -31,11 +31,9 @@ def moved(drafter: Any) -> Any:
     return drafter
 
 
-def eagle(target: Target, version: int, shape: DynamicTree | None = None) -> Any:
+def eagle(target: Target, version: int) -> Any:
     config = EagleDrafter(version=version)  # pyright: ignore[reportArgumentType]
-    drafter = eagle_in_training(config, ObjectiveSection(), target, None, Sampling()).drafter
-    drafter.set_dynamic_tree(shape)
-    return moved(drafter)
+    return moved(eagle_in_training(config, ObjectiveSection(), target, None, Sampling()).drafter)
 
 
 def hydra(target: Target) -> Any:
@@ -47,7 +45,7 @@ SKIPPED = Skipped(attention=(1,), mlp=(1, 2))
 KINDS: dict[str, Callable[[Target], Any]] = {
     "eagle 1": lambda target: eagle(target, 1),
     "eagle 3": lambda target: eagle(target, 3),
-    "eagle 3, trees": lambda target: eagle(target, 3, DynamicTree(num_nodes=6, width=2)),
+    "eagle 3, trees": lambda target: eagle(target, 3),
     "hydra": hydra,
     "early exit": lambda target: EarlyExit(ExitHead(target, 2, "none")),
     "early exit, attention": lambda target: moved(EarlyExit(ExitHead(target, 2, "attention"))),
@@ -56,6 +54,7 @@ KINDS: dict[str, Callable[[Target], Any]] = {
     "layer skip that stops": lambda target: LayerSkip(target, SKIPPED, AdaptiveExit(DraftExitSection(threshold=0.1))),
     "lookahead tokens": lambda target: LookaheadTokens(LookaheadEmbeddings(target, 3), target),
 }
+TREES = {"eagle 3, trees": DynamicTree(num_nodes=6, width=2)}
 # [step][row], over and over: nobody drafts in some steps, or there is always somebody who does.
 PATTERNS = {"together": [[0] * 3, [3] * 3, [3] * 3], "in turns": [[0, 3, 2], [3, 0, 0], [3, 3, 0]]}
 
@@ -121,7 +120,9 @@ def test_output_and_drafts_are_those_of_the_text_alone(kind, family, pattern, re
         settings = {"max_new_tokens": 18, "eos_token_id": []}
         plain = plain_generate(target, ids, mask, **settings)
         policy = checks.Lengths(PATTERNS[pattern])
-        out = speculative_generate(target, noted, ids, mask, num_speculative_tokens=policy, **settings)
+        out = speculative_generate(
+            target, noted, ids, mask, num_speculative_tokens=policy, tree=TREES.get(kind), **settings
+        )
         assert out.tokens.tolist() == plain.tokens.tolist()
         for row in out.stats.rows:
             assert 0 < len(row.step_starts) < row.target_calls, "some steps draft and some do not"
