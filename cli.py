@@ -10,6 +10,7 @@ import typer
 from . import __version__, checks
 from . import cli_options as options
 from .errors import BadInput
+from .errors_disk import is_refusal
 
 app = typer.Typer(
     add_completion=False,
@@ -58,7 +59,7 @@ def train(
     if dry_run:
         from .train.run import dry_run as describe
 
-        print(describe(settings))
+        print(describe(settings, num_processes))
         return
     checks.check_writable(Path(settings.output).expanduser(), "output")
     if num_processes > 1 and _under_no_launcher(num_processes):
@@ -250,6 +251,10 @@ def main() -> NoReturn:
         status = app(arguments, prog_name="draftsmith", standalone_mode=False) or 0
     except BadInput as error:
         status = _complain(str(error).splitlines())
+    except OSError as error:
+        if not is_refusal(error):
+            raise
+        status = _complain([f"{error.filename or 'a file'}: cannot be written: {error.strerror}"])
     except UsageError as error:
         status = _complain([_usage(error)])
     except (KeyboardInterrupt, typer.Abort):

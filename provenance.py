@@ -7,7 +7,7 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +22,7 @@ _PACKAGES = (
     "draftsmith", "torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "safetensors", "tokenizers",
     "numpy", "tensorboard", "gguf",
 )  # fmt: skip
-# Keys that may differ between a start and its resumption: they move no weight.
+# Keys that may differ between a start and its resumption: they move no weight (but see `_held`).
 _FREE = ("output", "evaluate", "engine.threads", "engine.checkpoint_every", "engine.keep_checkpoints")
 _GIB = 2**30
 
@@ -30,13 +30,14 @@ _GIB = 2**30
 def open_run(folder: Path, recipe: Mapping[str, Any], *, resume: bool) -> None:
     """Begins or goes on with the run in `folder`: writes ``recipe.yaml``, or compares with the one that is there.
 
-    Raises BadInput when the folder cannot be written, when it already holds a run and `resume` is off, or when a recipe
-    key that matters has changed since the start. Call it on rank 0 only.
+    A run that made nothing but its records may be begun anew, with another recipe too. Raises BadInput when the folder
+    cannot be written, when it already holds a run and `resume` is off, or when a recipe key that matters has changed since
+    the start. Call it on rank 0 only.
     """
     path = folder / "recipe.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if not path.exists() or _has_only_records(folder):
             _write(path, yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True))
             return
     except OSError as error:
@@ -46,17 +47,38 @@ def open_run(folder: Path, recipe: Mapping[str, Any], *, resume: bool) -> None:
     check_unchanged(path, recipe)
 
 
+def _has_only_records(folder: Path) -> bool:
+    """Whether a run began here and made nothing. A recipe alone may be one that its author keeps there."""
+    names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+    return names == {"recipe.yaml", "provenance.json"}
+
+
 def check_unchanged(recipe_file: Path, recipe: Mapping[str, Any]) -> None:
     """Raises BadInput naming the first key whose value is not the one the run was started with."""
     before = dict(_flat(yaml.safe_load(recipe_file.read_text())))
     now = dict(_flat(_plain(recipe)))
+    held = _held(before)
     for key in [*before, *(key for key in now if key not in before)]:
-        free = any(key == name or key.startswith(f"{name}.") for name in _FREE)
+        free = _within(key, _FREE) and not _within(key, held)
         if before.get(key) != now.get(key) and not free:
             raise BadInput(
                 f"{key}: the run was started with {before.get(key)!r}, now it is {now.get(key)!r}: "
                 "set it back to resume, or choose another output"
             )
+
+
+def _held(recipe: Mapping[str, Any]) -> list[str]:
+    """Keys among the free ones that move what this run makes after all."""
+    held = []
+    if recipe.get("objective.rollouts.source") == "online":
+        held.append("evaluate.num_speculative_tokens")  # the stream is drafted with as many
+    if recipe.get("drafter.kind") == "layer_skip":
+        held.append("evaluate.sampling")  # trials are weighed by the acceptance under it
+    return held
+
+
+def _within(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _plain(recipe: Mapping[str, Any]) -> dict[str, Any]:

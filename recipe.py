@@ -22,6 +22,7 @@ from .recipe_drafters import (
     Medusa2Drafter,
     MedusaDrafter,
     ModelDrafter,
+    trains,
 )
 from .recipe_section import FreeMapping, Name, Section, read_numbers
 
@@ -123,11 +124,14 @@ class ObjectiveSection(Section):
     chunk_tokens: int = Field(default=512, ge=1)  # supervised positions a chunk of the loss
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSection(Section):
     """AdamW with a warm-up and a decay."""
 
     learning_rate: float = Field(default=1.0e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     epsilon: float = Field(default=1.0e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -190,6 +194,24 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     output: Name  # folder of the run
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _trials_are_no_epochs(self) -> "Recipe":
+        for key in ("epochs", "max_epochs"):
+            if not trains(self.drafter) and getattr(self.engine, key) is not None:
+                raise ValueError(
+                    f"engine.{key}: a search has no epochs: give minutes, or steps for the number of trials"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_to_recompute(self) -> "Recipe":
+        if self.engine.gradient_checkpointing and self.drafter.kind != "model":
+            raise ValueError(
+                f"engine.gradient_checkpointing: a {self.drafter.kind} drafter has no stack of layers to recompute: "
+                "set it off"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_read_hidden_states(self) -> "Recipe":

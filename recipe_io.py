@@ -207,22 +207,3 @@ def resolved_yaml(recipe: Recipe) -> str:
     """The recipe with every default written out; :func:`load_recipe` reads it back to an equal one."""
     data = recipe.model_dump(mode="json")
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
-
-
-def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
-    """The dotted keys whose values differ, in the schema's order: what a resumed run would not have in common.
-
-    A list is one value. A key that only one side has (another kind of drafter) differs.
-    """
-
-    def walk(left: Any, right: Any, key: Key) -> Iterable[str]:
-        if isinstance(left, dict) and isinstance(right, dict):
-            for name in {**left, **right}:
-                if name in left and name in right:
-                    yield from walk(left[name], right[name], (*key, name))
-                else:
-                    yield dotted((*key, name))
-        elif left != right:
-            yield dotted(key)
-
-    return list(walk(old.model_dump(), new.model_dump(), ()))

@@ -1,5 +1,6 @@
 """Many encoded examples in little memory, and what became of every example on the way."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -81,6 +82,13 @@ class EncodedSet(Sequence[Encoded]):
     def num_supervised(self) -> int:
         """Tokens that are learned."""
         return int(self.mask.sum())
+
+    def content_hash(self) -> str:
+        """sha256 of what is read and what is supervised."""
+        digest = hashlib.sha256()
+        for array in (self.ids, self.mask, self.lengths):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
     def describe(self) -> str:
         """One line for the log: counts, and what was cut or dropped."""

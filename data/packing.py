@@ -112,16 +112,3 @@ def pack(
     if not packing:
         plan = [[index] for index in sorted(range(len(examples)))]
     return pack_rows([[(numbers[index], examples[index]) for index in row] for row in plan], pad_id)
-
-
-def block_mask(segment_ids: Int[Tensor, "rows length"]) -> Bool[Tensor, "rows 1 length length"]:
-    """True where a query (third axis) may look at a key (last axis): the same document, not later.
-
-    A padding position sees itself alone, so that no row of the mask is empty (softmax of nothing is nan).
-    """
-    length = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    real = (segment_ids >= 0)[:, :, None]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=segment_ids.device)
-    return ((same & causal & real) | itself)[:, None]

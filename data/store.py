@@ -202,12 +202,14 @@ class Store(Sequence[StoredSequence]):
         return sum(shard["bytes"] for shard in self._shards)
 
     def damaged(self) -> list[Damage]:
-        """Every shard that is missing, truncated or corrupted. Reads all of them once."""
+        """Every shard that is missing, truncated or corrupted. Reads all of them once; sound ones are not checked again."""
         found = []
         for number, shard in enumerate(self._shards):
             if reason := self._damage(number):
                 first, end = self._first(number), self._ends[number]
                 found.append(Damage(shard["file"], reason, list(range(first, end)), self._sources(number)))
+            else:
+                self._checked.add(number)
         return found
 
     def _first(self, number: int) -> int:

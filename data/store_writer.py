@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import BadInput
+from ..errors_disk import disk_errors
 from .store import (
     FORMAT,
     INDEX,
@@ -167,6 +168,16 @@ def rebuild(
     return damages
 
 
+def drop_from(folder: str | Path, file: str) -> None:
+    """Forget the shard `file` and all behind it: the store ends before it, unfinished."""
+    folder = Path(folder)
+    with _lock(folder):
+        index = read_index(folder)
+        number = next(n for n, shard in enumerate(index["shards"]) if shard["file"] == file)
+        index["shards"], index["complete"] = index["shards"][:number], False
+        _write_index(folder, index)
+
+
 def _checked(folder: Path, sequence: StoredSequence, arrays: Mapping[str, ArraySpec]) -> StoredSequence:
     """A copy on the CPU in the store's types. Raises BadInput for what does not fit `arrays`."""
     if set(sequence.arrays) != set(arrays):
@@ -203,10 +214,10 @@ def _write_shard(
         rows = [sequence.arrays[name] for sequence in sequences]
         tensors[name] = torch.cat(rows)
         tensors[f"{name}.rows"] = torch.tensor([len(r) for r in rows], dtype=torch.int32)
-    temporary = folder / f"{_TEMPORARY}{file}"
-    save_file(tensors, temporary)
-    _replace(temporary, folder / file)
-    path = folder / file
+    temporary, path = folder / f"{_TEMPORARY}{file}", folder / file
+    with disk_errors(f"{path}: cannot be written"):
+        save_file(tensors, temporary)
+        _replace(temporary, path)
     entry = {
         "file": file,
         "sequences": len(sequences),
@@ -220,9 +231,10 @@ def _write_shard(
 
 
 def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    temporary = folder / f"{_TEMPORARY}{INDEX}"
-    temporary.write_text(json.dumps(index, indent=1), "utf-8")
-    _replace(temporary, folder / INDEX)
+    temporary, path = folder / f"{_TEMPORARY}{INDEX}", folder / INDEX
+    with disk_errors(f"{path}: cannot be written"):
+        temporary.write_text(json.dumps(index, indent=1), "utf-8")
+        _replace(temporary, path)
 
 
 def _replace(temporary: Path, path: Path) -> None:

@@ -40,6 +40,7 @@ class Generated(NamedTuple):
 @dataclass
 class _Row:
     index: int
+    limit: int  # new tokens, at most
     tokens: list[int]
     uniforms: Tensor  # one per token it may emit
     hidden: list[Tensor]
@@ -51,7 +52,6 @@ class _Rules(NamedTuple):
 
     sampling: Sampling
     eos: frozenset[int]
-    max_new_tokens: int
     keep_hidden: bool
     kept_ids: Tensor | None
     num_shared: int  # tokens that all prompts begin with
@@ -62,7 +62,7 @@ def generate_batched(
     target: Target | DraftLM,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling,
     eos_token_ids: Sequence[int] | None = None,
     batch_size: int = 32,
@@ -76,6 +76,7 @@ def generate_batched(
     Args:
         target: what answers; a draft model writes with the ids that it scores.
         prompts: token ids, at least one each; their own length plus the answer must fit the target's context.
+        max_new_tokens: of every answer, or of each prompt's.
         eos_token_ids: None: the target's own (a draft model has none).
         keep_hidden: also return the last hidden states (after the final norm) that the tokens were predicted from.
         keep_states: layers whose hidden states are returned too, at all positions (as transformers counts them).
@@ -87,7 +88,8 @@ def generate_batched(
     else:
         kept_ids = target.kept_ids
     shared = _num_shared(prompts)
-    rules = _Rules(sampling, frozenset(ends or ()), max_new_tokens, keep_hidden, kept_ids, shared)
+    rules = _Rules(sampling, frozenset(ends or ()), keep_hidden, kept_ids, shared)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     numbers = list(range(len(prompts))) if indices is None else list(indices)
     waiting = list(range(len(prompts)))[::-1]
     slots: list[_Row | None] = [None] * min(batch_size, len(prompts))
@@ -102,9 +104,9 @@ def generate_batched(
             read = _fill(lm, newest, [prompts[i][shared:] for i in taken], chosen, shared, keep_states)
             for slot, i, own in zip(chosen, taken, read, strict=True):
                 generator = torch.Generator().manual_seed(mix(seed, numbers[i]))
-                uniforms = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64)
+                uniforms = torch.rand(limits[i], generator=generator, dtype=torch.float64)
                 states = {layer: [*beginning.get(layer, ()), own[layer]] for layer in keep_states}
-                slots[slot] = _Row(numbers[i], [], uniforms, [], states)
+                slots[slot] = _Row(numbers[i], limits[i], [], uniforms, [], states)
         elif not waiting and len(free) > len(slots) // 4:
             slots, newest = _shrink(lm, slots, newest)
         yield from _step(lm, slots, newest, rules)
@@ -213,7 +215,7 @@ def _step(lm: CachedLM, slots: list[_Row | None], newest: Tensor, rules: _Rules)
         for layer, kept in row.states.items():
             kept.append(out.hidden_states[layer][slot, :1].clone())
         ended = token in rules.eos
-        if ended or len(row.tokens) == rules.max_new_tokens:
+        if ended or len(row.tokens) == row.limit:
             slots[slot] = None
             lm.clear_row(slot, rules.num_shared)
             states = {layer: torch.cat(kept) for layer, kept in row.states.items()}

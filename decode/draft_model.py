@@ -14,6 +14,7 @@ from .draft_tree import GrownTree, draws_needed, grow_tree, in_layout
 from .dynamic_tree import DynamicTree, grow_dynamic_tree
 from .forward import CachedLM
 from .sampling import Sampling, draw, probabilities
+from .streams import row_uniforms
 from .tree import TreeLayout
 
 
@@ -191,8 +192,7 @@ class DraftModel:
         return self.grown.draft
 
     def _uniforms(self, count: int, generators: Sequence[torch.Generator]) -> Tensor:
-        rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
-        return torch.stack(rows).to(self.newest.device, non_blocking=True)
+        return row_uniforms(count, generators, self.newest.device)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that the embedding table has: a smaller table differs from the target's by padding rows only."""

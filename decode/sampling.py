@@ -5,6 +5,8 @@ drafter go through the same functions, so a draft token is drawn from exactly th
 told of.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,6 +97,13 @@ def probabilities(
 ) -> Float[Tensor, "*batch vocab"]:
     """The distribution that tokens are drawn from, float32: the softmax of :func:`apply`."""
     return apply(logits, sampling, seen).softmax(-1)
+
+
+def served_probabilities(served: Sampling) -> Callable[[Tensor], Tensor]:
+    """What decoding makes of logits, for alpha: that of a greedy run is reported at temperature 1, where filters meant for
+    sampling have no place.
+    """
+    return partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
 
 
 def draw(probs: Float[Tensor, "*batch vocab"], uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:

@@ -35,6 +35,12 @@ class RowStreams:
         return torch.stack(rows).to(device, non_blocking=True)
 
 
+def row_uniforms(count: int, generators: Sequence[torch.Generator], device: torch.device) -> Tensor:
+    """``[batch, count]`` float64 in [0, 1) to draft with, each row's from its own generator."""
+    rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators]
+    return torch.stack(rows).to(device, non_blocking=True)
+
+
 def row_seeds(seed: int | Sequence[int], batch: int) -> list[int]:
     """Seeds of the rows: the given ones, or `seed` mixed with the row's number."""
     if isinstance(seed, int):

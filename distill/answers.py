@@ -5,66 +5,29 @@ stored as a whole. So what is written depends on the settings and the seed alone
 """
 
 import json
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
-
-from ..data.chats import encode_prompt, end_of_turn_ids, user_header
-from ..data.sources import Example, examples_hash
+from ..data.sources import Example
 from ..data.store import (
+    INDEX,
     ArraySpec,
     Store,
-    StoredSequence,
     hidden_arrays,
     open_complete,
-    state_array,
     state_arrays,
-    state_dtype,
 )
 from ..data.store_writer import StoreWriter
-from ..data.turns import has_template, template_hash
-from ..decode.batched import generate_batched
-from ..decode.sampling import Sampling
 from ..errors import BadInput
 from ..models.target import Target
-from ..models.vocabulary import tokenizer_hash
-from ..progress import Stage, say, stage
+from ..progress import say, stage
+from .answer_rounds import Amount, AnswerSettings, Rounds
+from .answer_store import mend
 from .author import writing_in
 
-_PROMPT_STREAM = 1 << 40  # keeps the random streams of written prompts apart from those of answers
-
-
-class AnswerSettings(NamedTuple):
-    """How prompts and answers are written."""
-
-    sampling: Sampling  # of answers
-    max_new_tokens: int  # of an answer
-    max_prompt_length: int  # tokens; longer prompts are dropped
-    max_length: int  # tokens, prompt and answer
-    batch_size: int
-    seed: int
-    keep_hidden: bool  # store the last hidden states that the answers were predicted from
-    prompt_sampling: Sampling | None = None  # of self-written prompts; None: as the answers
-    self_share: float = 0.5  # of a round's prompts, written by the target itself while given ones last
-    keep_states: tuple[int, ...] = ()  # layers whose hidden states are stored, at all positions but the last
-    dtype: torch.dtype | None = None  # in which the target writes; None: as it is loaded
-
-
-class Amount(NamedTuple):
-    """How much to write: a number of the target's own prompts beside all given ones, or what fits into `seconds`."""
-
-    own_prompts: int | None = None  # goes before `seconds`
-    seconds: float | None = None
-
-
-class _Conversation(NamedTuple):
-    number: int
-    turns: list[str]  # the user's
-    system: Sequence[dict[str, str]] = ()
+__all__ = ["Amount", "AnswerSettings", "write_answers"]
 
 
 def write_answers(
@@ -78,38 +41,44 @@ def write_answers(
     """Let the target answer `examples` (every user turn, in order) and, with `own_prompts`, prompts that it writes itself.
 
     Under a budget in seconds the first rounds are timed, the number of rounds is fixed and noted in ``folder/rounds.json``,
-    and stays what it is however often the run is interrupted. A store that is finished is opened as it is.
+    and stays what it is however often the run is interrupted. A store that is finished is opened as it is; a damaged shard
+    is named and written again.
 
     Raises:
         BadInput: a store made with other settings lies in `folder`; not one prompt fits; nothing was answered.
     """
-    job = _Job(target, examples, own_prompts, settings, amount)
-    store = open_complete(folder, job.fingerprint())
-    if store is not None:
+    job = Rounds(target, examples, own_prompts, settings, amount)
+    fingerprint = job.fingerprint()
+    store = open_complete(folder, fingerprint)
+    if store is not None and not store.damaged():
         say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included, written before")
         return store
     arrays: dict[str, ArraySpec] = hidden_arrays(target.hidden_size) if settings.keep_hidden else {}
     arrays |= state_arrays(settings.keep_states, target.hidden_size, job.dtype)
-    with StoreWriter(folder, job.fingerprint(), arrays, shard_bytes=2**62, flush_seconds=float("inf")) as writer:
-        with writing_in(target, job.dtype) as job.author:
+    with writing_in(target, job.dtype) as job.author:
+        if (folder / INDEX).exists():
+            mend(folder, fingerprint, partial(job.again, folder=folder))
+        with StoreWriter(folder, fingerprint, arrays, shard_bytes=2**62, flush_seconds=float("inf")) as writer:
             _write_rounds(job, writer, folder / "rounds.json")
-        if not len(writer):
-            raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")
-        writer.finish()
+            if not len(writer):
+                raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")
+            writer.finish()
     store = Store(folder)
     say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included; {job.dropped_words()}")
     return store
 
 
-def _write_rounds(job: "_Job", writer: StoreWriter, plan_file: Path) -> None:
+def _write_rounds(job: Rounds, writer: StoreWriter, plan_file: Path) -> None:
     """Round after round until the planned number is written."""
     size, most, budget = job.round_size, job.most_rounds, job.amount.seconds
     first = max(writer.done, default=-1) // size + 1  # a round is stored as a whole, so its last number tells
-    job.remember(writer)
+    job.remember(Store(writer.folder) if len(writer) else ())
     timed = budget is not None and job.amount.own_prompts is None
     planned = json.loads(plan_file.read_text())["rounds"] if plan_file.exists() else None if timed else most
     seconds: list[float] = []
     title, expected = "the target writes and answers prompts", budget if timed else None
+    if planned is None or first < planned:
+        job.say_size(writer.arrays, planned)
     total, done = None if planned is None else job.prompts_before(planned), job.prompts_before(first)
     with stage(title, total, unit="prompts", done=done, expected_seconds=expected) as bar:
         number = first
@@ -126,6 +95,7 @@ def _write_rounds(job: "_Job", writer: StoreWriter, plan_file: Path) -> None:
                 fits = first + round(budget / (sum(seconds) / len(seconds)))
                 planned = int(min(most, max(number, fits)))
                 _note(plan_file, {"rounds": planned, "prompts_per_round": size})
+                job.say_size(writer.arrays, planned)
                 bar.total = job.prompts_before(planned)
     left_out = len(job.examples) - job.given_before(number)
     if left_out > 0:
@@ -133,192 +103,6 @@ def _write_rounds(job: "_Job", writer: StoreWriter, plan_file: Path) -> None:
 
 
 def _note(file: Path, value: dict[str, int]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(value))
-    partial.replace(file)
-
-
-class _Job:
-    """What is to be written, and what was dropped on the way."""
-
-    def __init__(
-        self, target: Target, examples: Sequence[Example], own_prompts: bool, settings: AnswerSettings, amount: Amount
-    ):
-        if own_prompts and amount == Amount():
-            raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
-        self.target, self.settings, self.own_prompts, self.amount = target, settings, own_prompts, amount
-        self.dtype = settings.dtype or target.dtype
-        self.author = target  # while rounds are written, a copy of it where they are written in another dtype
-        self.examples = list(examples)
-        assert target.tokenizer is not None
-        self.tokenizer: Any = target.tokenizer
-        self.round_size = 4 * settings.batch_size
-        self.seen: set[str] = set()
-        self.dropped = {"empty or unfinished": 0, "repeated": 0, "too long": 0}
-
-    @property
-    def most_rounds(self) -> int | float:
-        """Rounds until every prompt is answered; infinity where the target writes as many as there is time for."""
-        if not self.own_prompts:
-            return -(-len(self.examples) // self.round_size)
-        if self.amount.own_prompts is None:
-            return math.inf
-        for_given = -(-len(self.examples) // self._given_per_round)
-        return max(for_given, -(-(len(self.examples) + self.amount.own_prompts) // self.round_size))
-
-    @property
-    def _given_per_round(self) -> int:
-        share = self.settings.self_share if self.own_prompts else 0.0
-        return max(1, self.round_size - round(self.round_size * share))
-
-    def given_before(self, rounds: int | float) -> int:
-        """Given prompts in the first `rounds` rounds: what the target's own share leaves of each."""
-        return int(min(len(self.examples), rounds * self._given_per_round))
-
-    def own_before(self, rounds: int | float) -> int:
-        """The target's own prompts in the first `rounds` rounds; what given ones leave of a round."""
-        room = rounds * self.round_size - self.given_before(rounds) if self.own_prompts else 0
-        return int(room if self.amount.own_prompts is None else min(room, self.amount.own_prompts))
-
-    def prompts_before(self, rounds: int | float) -> int:
-        """All prompts in the first `rounds` rounds."""
-        return self.given_before(rounds) + self.own_before(rounds)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Everything the answers depend on."""
-        settings = self.settings._asdict() | {
-            "dtype": str(self.dtype),
-            "sampling": list(self.settings.sampling),
-            "prompt_sampling": None if self.settings.prompt_sampling is None else list(self.settings.prompt_sampling),
-        }
-        return {
-            "target": self.target.name,
-            "tokenizer": tokenizer_hash(self.tokenizer),
-            "chat_template": template_hash(self.tokenizer),
-            "prompts": examples_hash(self.examples),
-            "own_prompts": self.amount.own_prompts or self.own_prompts,
-            **settings,
-        }
-
-    def remember(self, writer: StoreWriter) -> None:
-        """Know the prompts of the rounds that are stored, so that none is written twice."""
-        if len(writer):
-            for sequence in Store(writer.folder):
-                self.seen.add(_plain(self.tokenizer.decode(sequence.input_ids[: sequence.prompt_length])))
-
-    def round(self, number: int, bar: Stage) -> Iterator[StoredSequence]:
-        """The conversations of one round, answered turn by turn."""
-        waiting = self._conversations(number, bar)
-        contexts: dict[int, list[dict[str, str]]] = {c.number: list(c.system) for c in waiting}
-        turn = 0
-        while waiting:
-            prompts, kept = [], []
-            for conversation in waiting:
-                contexts[conversation.number].append({"role": "user", "content": conversation.turns[turn]})
-                ids = encode_prompt(self.tokenizer, contexts[conversation.number])
-                if len(ids) <= (self.settings.max_prompt_length if turn == 0 else self.settings.max_length - 1):
-                    prompts.append(ids)
-                    kept.append(conversation)
-                else:
-                    self._drop("too long", bar, prompts=int(turn == 0))
-            yield from self._answer(kept, prompts, contexts, turn, bar)
-            turn += 1
-            waiting = [conversation for conversation in kept if len(conversation.turns) > turn]
-
-    def dropped_words(self) -> str:
-        """What became of the prompts that are not in the store."""
-        return "dropped: " + ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-
-    def _drop(self, reason: str, bar: Stage, prompts: int = 1) -> None:
-        self.dropped[reason] += 1
-        bar.advance(prompts)
-
-    def _conversations(self, number: int, bar: Stage) -> list[_Conversation]:
-        """The prompts of a round: given ones and own ones by their shares, only own ones once the given are used up."""
-        given = self.examples[self.given_before(number) : self.given_before(number + 1)]
-        first = number * self.round_size
-        found = [_Conversation(first + i, list(example.turns), example.system) for i, example in enumerate(given)]
-        own = self.own_before(number + 1) - self.own_before(number)
-        if own:
-            found += self._write_prompts(range(first + len(given), first + len(given) + own), bar)
-        return [conversation for conversation in found if self._is_new(conversation, bar)]
-
-    def _write_prompts(self, numbers: range, bar: Stage) -> list[_Conversation]:
-        """The target's own user turns: sampled after the template's user header (arXiv:2406.08464)."""
-        header = user_header(self.tokenizer)
-        ends = sorted({*end_of_turn_ids(self.tokenizer, "user"), *self.target.eos_token_ids})
-        written: dict[int, str] = {}
-        templated = has_template(self.tokenizer)
-        for row in generate_batched(
-            self.author,
-            [header] * len(numbers),
-            max_new_tokens=max(1, self.settings.max_prompt_length - len(header)),
-            sampling=self.settings.prompt_sampling or self.settings.sampling,
-            eos_token_ids=ends,
-            batch_size=self.settings.batch_size,
-            seed=self.settings.seed,
-            indices=[_PROMPT_STREAM + n for n in numbers],
-        ):
-            bar.advance(0, tokens=len(row.tokens))
-            text = self.tokenizer.decode(row.tokens, skip_special_tokens=True).strip()
-            # A prompt that ran into the limit stops in the middle of a sentence: no user writes that. Plain text may.
-            written[row.index - _PROMPT_STREAM] = text if row.ended or not templated else ""
-        return [_Conversation(n, [written[n]]) for n in numbers]
-
-    def _is_new(self, conversation: _Conversation, bar: Stage) -> bool:
-        if not conversation.turns or not conversation.turns[0].strip():
-            self._drop("empty or unfinished", bar)
-            return False
-        opening = [*conversation.system, {"role": "user", "content": conversation.turns[0]}]
-        key = _plain(self.tokenizer.decode(encode_prompt(self.tokenizer, opening)))
-        if key in self.seen:
-            self._drop("repeated", bar)
-            return False
-        self.seen.add(key)
-        return True
-
-    def _answer(
-        self,
-        conversations: list[_Conversation],
-        prompts: list[list[int]],
-        contexts: dict[int, list[dict[str, str]]],
-        turn: int,
-        bar: Stage,
-    ) -> Iterator[StoredSequence]:
-        if not prompts:
-            return
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours in length share a batch
-        longest = self.settings.max_length - len(prompts[order[0]])
-        rows = generate_batched(
-            self.author,
-            [prompts[i] for i in order],
-            max_new_tokens=min(self.settings.max_new_tokens, longest),
-            sampling=self.settings.sampling,
-            batch_size=self.settings.batch_size,
-            seed=self.settings.seed,
-            keep_hidden=self.settings.keep_hidden,
-            keep_states=self.settings.keep_states,
-            indices=[conversations[i].number + turn * (_PROMPT_STREAM << 1) for i in order],
-        )
-        by_stream = {conversations[i].number + turn * (_PROMPT_STREAM << 1): i for i in order}
-        finished = []
-        for row in rows:
-            i = by_stream[row.index]
-            number = conversations[i].number
-            text = self.tokenizer.decode(row.tokens, skip_special_tokens=True)
-            contexts[number].append({"role": "assistant", "content": text})
-            room = self.settings.max_length - len(prompts[i])
-            ids = torch.tensor(prompts[i] + row.tokens[:room])
-            arrays = {} if row.hidden is None else {"hidden": row.hidden[:room]}
-            # At once where and as they are stored: a round of them may be larger than the target.
-            dtype = state_dtype(self.dtype)
-            arrays |= {state_array(layer): rows[: len(ids)].to("cpu", dtype) for layer, rows in row.states.items()}
-            finished.append(StoredSequence(ids, len(prompts[i]), arrays, number))
-            bar.advance(1 if turn == 0 else 0, tokens=len(row.tokens))
-        # In the order of their numbers, so that the store does not depend on which row finished first.
-        yield from sorted(finished, key=lambda sequence: sequence.source)
-
-
-def _plain(text: str) -> str:
-    """Text as it counts for repetition: without regard to case and white space."""
-    return " ".join(text.lower().split())
+    temporary = file.with_name(f".{file.name}.partial")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(file)

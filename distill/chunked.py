@@ -112,10 +112,21 @@ def chunked_loss(
     )
 
 
+def label_rows(labels: Int[Tensor, "n"], rows_of_ids: Int[Tensor, "vocab"] | None) -> Int[Tensor, "n"]:
+    """Labels as ids among the drafter's rows, -1 for those that it lacks. `rows_of_ids`: of every id; None: all, in order."""
+    return labels if rows_of_ids is None else rows_of_ids.to(labels.device)[labels]
+
+
 def _check(mixture: Mixture, target: Any, tokens: Tensor | None, metrics: bool) -> None:
     if (target is None and (mixture.needs_target or metrics)) or (tokens is None and mixture.needs_tokens):
         raise ValueError(f"the loss {mixture} lacks its target or its tokens")
-    if isinstance(target, TargetTopK) and mixture.needs_target and mixture.temperature != 1:
+    if isinstance(target, TargetTopK):
+        check_temperature(mixture)
+
+
+def check_temperature(mixture: Mixture) -> None:
+    """Raises BadInput for a mixture that a top-k cache of the target cannot serve."""
+    if mixture.needs_target and mixture.temperature != 1:
         raise BadInput(
             f"objective.temperature: must be 1 with a top-k cache of the target, got {mixture.temperature:g}: "
             "the mass of the rest is known at temperature 1 only"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data.store import Store, StoredSequence, state_array
 from ..decode.packed import fast_products
+from ..errors_disk import disk_errors
 from ..models.head import split
 from ..models.target import Target
 from ..progress import say
@@ -55,6 +56,8 @@ def expected_counts_in(file: Path, target: Target, store: Store) -> Float[Tensor
     if not file.exists():
         say("counting the ids that the target means to say")
         partial = file.with_name(f".{file.name}.partial")
-        save_file({"expected_counts": expected_counts(target, store).cpu()}, partial)
-        partial.replace(file)
+        counts = expected_counts(target, store).cpu()
+        with disk_errors(f"{file}: cannot be written"):
+            save_file({"expected_counts": counts}, partial)
+            partial.replace(file)
     return load_file(file)["expected_counts"]

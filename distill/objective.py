@@ -1,15 +1,13 @@
 """Distilling a draft model: what the training loop calls for every micro-batch."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
-from ..decode.sampling import Sampling, probabilities
+from ..decode.sampling import Sampling, served_probabilities
 from ..models.draft_lm import DraftLM
 from .attention import quick_attention
 from .batch import DistillBatch
-from .chunked import DraftHead, chunked_loss
+from .chunked import DraftHead, chunked_loss, label_rows
 from .mixture import Mixture
 from .teacher import Teacher, last_hidden
 from .trainee import LossSums
@@ -28,8 +26,7 @@ class DraftModelObjective(nn.Module):
         self.lm = lm.float()
         self.mixture, self.chunk_tokens = mixture, chunk_tokens
         self._teacher = (teacher,)  # in a tuple, so that its parameters are not this module's
-        # A greedy run reports alpha at temperature 1, where filters meant for sampling have no place.
-        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
+        self._served = served_probabilities(served)
         self._measures = False
         self.rank_of = _rank_of(lm, teacher.head.weight.shape[0])
 
@@ -54,7 +51,7 @@ class DraftModelObjective(nn.Module):
             hidden,
             DraftHead(head.weight, head.bias, None if head.is_linear else head.transform),
             self._teacher[0].outputs(batch) if needs_target else None,
-            self._label_rows(batch.labels) if self.mixture.needs_tokens else None,
+            label_rows(batch.labels, self.rank_of) if self.mixture.needs_tokens else None,
             batch.weights,
             chunk_tokens=self.chunk_tokens,
             metrics=measure,
@@ -66,19 +63,12 @@ class DraftModelObjective(nn.Module):
             metrics["greedy_agreement"] = (loss.greedy_agreement_sum, loss.positions)
         return LossSums(loss.sum, loss.count, metrics)
 
-    def _label_rows(self, labels: Tensor) -> Tensor:
-        """Labels as rows of the drafter's head; -1 for ids that it does not score."""
-        if self.rank_of is None:
-            return labels
-        self.rank_of = self.rank_of.to(labels.device)
-        return self.rank_of[labels]
-
 
 def _rank_of(lm: DraftLM, vocab_size: int) -> Tensor | None:
     """The drafter's row of each of the target's ids, -1 for those that it does not score; None: all, in order."""
     if lm.kept_ids is None and lm.num_scored >= vocab_size:
         return None
-    scored = torch.arange(lm.num_scored) if lm.kept_ids is None else lm.kept_ids.cpu()
-    rank = torch.full((vocab_size,), -1, dtype=torch.long)
-    rank[scored] = torch.arange(len(scored))
+    scored = torch.arange(lm.num_scored, device=lm.device) if lm.kept_ids is None else lm.kept_ids
+    rank = torch.full((vocab_size,), -1, device=lm.device)
+    rank[scored] = torch.arange(len(scored), device=lm.device)
     return rank

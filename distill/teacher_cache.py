@@ -29,6 +29,7 @@ from ..data.store_writer import StoreWriter, rebuild
 from ..data.turns import template_hash
 from ..models.target import Target
 from ..models.vocabulary import tokenizer_hash
+from ..models.weights_sample import weights_hash
 from ..progress import say, stage
 from .batch import distill_batch
 from .teacher import Teacher, absolute_layer, all_hidden
@@ -116,6 +117,7 @@ def cache_teacher(
 def _fingerprint(target: Target, encoded: EncodedSet, cached: _Cached, data_hash: str) -> dict[str, Any]:
     return {
         "target": target.name,
+        "weights": weights_hash(target),
         "dtype": str(target.dtype),
         "tokenizer": tokenizer_hash(target.tokenizer) if target.tokenizer is not None else None,
         "chat_template": template_hash(target.tokenizer) if target.tokenizer is not None else None,

@@ -26,8 +26,8 @@ from ..models.loading import load_exactly
 from ..models.lora import add_lora, load_adapter, save_adapter
 from ..models.quiet import say
 from ..models.target import Target
+from ..models.weights_sample import remember_weights
 from ..recipe import LoraSection
-from .checkpoint import remember_weights
 
 ADAPTER = "adapter"  # the folder of a low-rank adapter inside the drafter's
 LAYERS = "target_layers."  # before the names of changed layers' tensors

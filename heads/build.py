@@ -170,12 +170,14 @@ def kept_ids(size: int, target: Target, encoded: EncodedSet) -> Int[Tensor, "kep
     Frequencies are the target's expected counts where the set knows them, else the labels' counts.
 
     Raises:
-        BadInput: the target has fewer ids.
+        BadInput: the target has fewer ids, or more that end an answer.
     """
-    if target.device.type == "meta":  # nothing is computed there: as many ids, whichever they will be
-        return torch.arange(size, device="meta")
     if size > target.vocab_size:
         raise BadInput(f"drafter.vocabulary: {size} ids, the target has {target.vocab_size}")
+    if size < (least := len(set(target.eos_token_ids))):
+        raise BadInput(f"drafter.vocabulary: {size} ids, the target ends an answer with any of {least}")
+    if target.device.type == "meta":  # nothing is computed there: as many ids, whichever they will be
+        return torch.arange(size, device="meta")
     counts = encoded.expected_counts
     if counts is None:
         counts = count_tokens([encoded.ids[encoded.mask].tolist()], target.vocab_size)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -14,13 +13,9 @@ from ..models.folder import MANIFEST, check_files, hash_files, read_manifest, wr
 from ..models.quiet import one_line_errors, quiet
 from ..models.target import Target
 from ..models.vocabulary import check_saved_tokenizer, tokenizer_hash
+from ..models.weights_sample import same_weights, weights_sample
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_SAMPLED = 64  # weights of the target that are compared
-# Mean difference, relative to the mean size, above which sampled weights are another model's: rounding to bf16 makes
-# 0.002, an independent training 1 and more.
-_TOLERANCE = 0.02
-_SAMPLE = "_draftsmith_sample"
 
 
 def save_head(
@@ -93,35 +88,5 @@ def _check_target(folder: Path, manifest: Mapping[str, Any], target: Target) -> 
         if wanted != found:
             raise BadInput(f"{made_for} with a {what} of {wanted}, {target.name} has {found}")
     check_saved_tokenizer(folder, manifest["tokenizer_hash"], target.tokenizer)
-    wanted, found = manifest["target_weights"], weights_sample(target)
-    if wanted is None or found is None:
-        return
-    difference = sum(abs(a - b) for a, b in zip(wanted, found, strict=True))
-    if difference > _TOLERANCE * sum(map(abs, wanted)):
+    if not same_weights(manifest["target_weights"], weights_sample(target)):
         raise BadInput(f"{made_for}, and the weights of {target.name} are others")
-
-
-@torch.no_grad()
-def weights_sample(target: Target) -> list[float] | None:
-    """Some of the target's weights, always the same ones, to know it again by. None where it has no contents here
-    (the meta device, a sharded model). Of a target that was changed since: those it had before (`remember_weights`).
-    """
-    remembered = target.model.__dict__.get(_SAMPLE)
-    if remembered is not None:
-        return remembered
-    matrices = [parameter for parameter in target.model.parameters() if parameter.ndim >= 2]
-    matrices = [parameter for parameter in matrices if parameter.is_floating_point()]
-    if not matrices or any(parameter.is_meta or not parameter.numel() for parameter in matrices):
-        return None
-    sample = []
-    for i in range(_SAMPLED):
-        matrix = matrices[i * 7919 % len(matrices)]
-        flat = i * 1_000_003 % matrix.numel()  # both are primes: the places are spread out
-        row, column = divmod(flat, matrix.shape[-1])
-        sample.append(float(f"{matrix.flatten(0, -2)[row, column].item():.6g}"))
-    return sample
-
-
-def remember_weights(target: Target) -> None:
-    """To call before the target is changed: the drafter that comes with the change still belongs to what it was."""
-    target.model.__dict__.setdefault(_SAMPLE, weights_sample(target))

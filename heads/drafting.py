@@ -12,6 +12,7 @@ from ..decode.draft_chain import draft_chain
 from ..decode.draft_tree import draws_needed, grow_tree
 from ..decode.dynamic_tree import DynamicTree, grow_dynamic_tree
 from ..decode.sampling import Sampling
+from ..decode.streams import row_uniforms
 from ..decode.tree import TreeLayout
 from ..models.head import parameters_read
 from .adapted import AdaptedTarget
@@ -233,5 +234,4 @@ def _uniforms(
 ) -> Tensor | None:
     if sampling.temperature == 0:
         return None
-    rows = [torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators]
-    return torch.stack(rows).to(device, non_blocking=True)
+    return row_uniforms(count, generators, device)

@@ -13,7 +13,7 @@ from ..distill.teacher import Teacher, absolute_layer
 from ..errors import BadInput
 from ..models.quiet import one_line_errors
 from ..models.target import Target
-from ..models.vocabulary import check_kept_ids
+from ..models.vocabulary import kept_ids_of
 from ..recipe import EagleDrafter, ObjectiveSection
 from .checkpoint import load_head, save_head
 from .eagle_drafter import Eagle
@@ -116,8 +116,7 @@ def load_eagle(folder: str | Path, target: Target) -> Eagle:
         config = EagleDrafter.model_validate(known[_SECTION])
     kept_ids = None
     if "d2t" in tensors:
-        kept_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        check_kept_ids(kept_ids, target.vocab_size)
+        kept_ids = kept_ids_of(tensors["d2t"], target.vocab_size)
     with torch.random.fork_rng(devices=[]):
         model = make_eagle(config, target, kept_ids)
     model.load_saved(tensors, str(folder))

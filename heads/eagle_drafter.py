@@ -14,6 +14,7 @@ from ..decode.draft_tree import draws_needed, grow_tree
 from ..decode.dynamic_tree import DynamicTree, grow_dynamic_tree
 from ..decode.forward import CachedLM
 from ..decode.sampling import Sampling
+from ..decode.streams import row_uniforms
 from ..decode.tree import TreeLayout
 from ..models.head import parameters_read
 from ..models.target import Target
@@ -225,8 +226,7 @@ class Eagle:
     def _uniforms(self, count: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor | None:
         if sampling.temperature == 0:
             return None
-        rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
-        return torch.stack(rows).to(self.prompts.device, non_blocking=True)
+        return row_uniforms(count, generators, self.prompts.device)
 
 
 class _Grown:

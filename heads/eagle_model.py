@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+from ..errors import BadInput
 from ..models.loading import load_exactly
 from ..models.vocabulary import d2t, t2d
 from .outputs import HeadOutputs
@@ -40,9 +41,16 @@ def eagle_config(
 
     Families that differ from Llama elsewhere (biases, norms of queries and keys, learned positions) get a plain Llama
     layer. Sizes come from the configuration, never from weights, which a sharded target does not hold.
+
+    Raises:
+        BadInput: a number of key-value heads that does not divide the target's attention heads.
     """
     text = target_config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads
+    if num_key_value_heads is not None and heads % num_key_value_heads:
+        raise BadInput(
+            f"drafter.num_key_value_heads: {num_key_value_heads} does not divide the target's {heads} attention heads"
+        )
     inner = intermediate_size or getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None)
     config = LlamaConfig(
         vocab_size=text.vocab_size,
@@ -174,7 +182,7 @@ class EagleModel(nn.Module):
             self.fc = nn.Linear(2 * hidden, hidden, bias=True)
         else:
             self.fc = nn.Linear(num_features * hidden, hidden, bias=False)
-        # While training, what `fc` reads is brought to one size, channel by channel (`eagle.measure_sizes`); on disk this is
+        # While training, what `fc` reads is brought to one size, channel by channel (`eagle_fit.fit_start`); on disk this is
         # folded into it.
         self.register_buffer("scale", torch.ones(self.fc.in_features))
         self.layers = nn.ModuleList([Layer(config, version)])

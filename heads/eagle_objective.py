@@ -1,16 +1,16 @@
 """Training an EAGLE drafter: a divergence from its target at every step of its unrolling."""
 
 from collections.abc import Iterable
-from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..decode.sampling import Sampling, probabilities
+from ..decode.sampling import Sampling, served_probabilities
 from ..distill.batch import DistillBatch
-from ..distill.chunked import LossSum, chunked_loss
+from ..distill.chunked import LossSum, chunked_loss, label_rows
 from ..distill.mixture import Mixture
 from ..distill.teacher import Teacher
 from ..distill.trainee import LossSums
@@ -60,7 +60,8 @@ class EagleObjective(nn.Module):
         self.chunk_tokens = chunk_tokens
         # In a tuple, so that the target's parameters are not this module's.
         self._target = (teacher, features, teacher.target.model.get_input_embeddings())
-        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
+        self._served = served_probabilities(served)
+        self._rows_of = model.outputs.rows_of_ids()
         self._measures, self._alone = False, False
 
     def begin_step(self, step: int, total_steps: int) -> None:
@@ -77,7 +78,8 @@ class EagleObjective(nn.Module):
         """Sums over the batch's labels; in some steps also of the metrics."""
         teacher, features, embed = self._target
         measure = self._measures or not self.training
-        steps = 1 if self._alone and self.training and not measure else self.weights.steps
+        trained = 1 if self._alone and self.training else self.weights.steps
+        steps = self.weights.steps if measure else trained
         anchors = find_anchors(batch, steps)
         if not anchors.at.shape[1]:
             nothing = torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum() * 0.0
@@ -86,11 +88,12 @@ class EagleObjective(nn.Module):
         last = states[teacher.target.num_layers].flatten(0, 1)
         fused = self._noised(self.model.fuse([states[layer] for layer in self.layers]))
         meter = Meter(teacher, last, anchors) if measure else None
-        shares = [self.weights.decay**j for j in range(steps)]
+        shares = [self.weights.decay**j for j in range(trained)]
         shares = [share / sum(shares) for share in shares]
         label_weights = _at_predictors(batch)
         total = fused.new_zeros((), dtype=torch.float32)
-        taken = list(unroll(self.model, batch, embed, fused, anchors, steps))
+        unrolled = unroll(self.model, batch, embed, fused, anchors, steps)
+        taken = list(islice(unrolled, trained))
         for one, share in zip(taken, shares, strict=True):
             if self.weights.feature:
                 distance = (self._distance(one, last) * label_weights[one.predictors]).sum()
@@ -101,6 +104,10 @@ class EagleObjective(nn.Module):
                 meter.add(one, self.model, loss)
         if meter is None:
             total = total + self._divergence(taken, shares, last, batch.input_ids, label_weights).sum
+        else:
+            with torch.no_grad():  # steps that are not trained yet, but measured
+                for one in unrolled:
+                    meter.add(one, self.model)
         return LossSums(total, batch.supervised, {} if meter is None else meter.metrics())
 
     def _divergence(
@@ -122,7 +129,7 @@ class EagleObjective(nn.Module):
             self.model.read_by_head(torch.cat([one.outputs for one in taken])[order]),
             self.model.outputs.draft_head(0),
             RepeatedTarget(**vars(teacher.as_targets(last)), of_row=predictors) if needs_target else None,
-            _rows_of(ids.flatten()[predictors + 1], teacher.kept_ids) if self.mixture.needs_tokens else None,
+            label_rows(ids.flatten()[predictors + 1], self._rows_of) if self.mixture.needs_tokens else None,
             torch.cat(weights)[order],
             chunk_tokens=self.chunk_tokens,
             metrics=measure,
@@ -155,8 +162,8 @@ class Meter:
         self.drafts = float((anchors.steps > 0).sum())
 
     @torch.no_grad()
-    def add(self, one: Unrolled, model: EagleModel, loss: LossSum) -> None:
-        """Take in a step."""
+    def add(self, one: Unrolled, model: EagleModel, loss: LossSum | None = None) -> None:
+        """Take in a step, with its loss where alpha was measured along."""
         if one.step == 0:
             hidden = self.last[one.predictors].to(self.teacher.target.dtype)
             self.best[one.predictors] = torch.cat(
@@ -170,7 +177,7 @@ class Meter:
         labels = float(len(hits))
         self.found[f"heads/{one.step}/top1"] = (hits[:, 0].sum(), labels)
         self.found[f"heads/{one.step}/top5"] = (hits.any(-1).sum(), labels)
-        if loss.alpha_sum is not None:
+        if loss is not None and loss.alpha_sum is not None:
             self.found["alpha"] = (loss.alpha_sum, loss.positions)
 
     def metrics(self) -> dict[str, tuple[Tensor | float, Tensor | float]]:
@@ -183,11 +190,3 @@ def _at_predictors(batch: DistillBatch) -> Float[Tensor, "positions"]:
     weights = batch.weights.new_zeros(batch.input_ids.numel())
     weights[batch.predictors] = batch.weights
     return weights
-
-
-def _rows_of(labels: Int[Tensor, "labels"], kept_ids: Int[Tensor, "kept"] | None) -> Int[Tensor, "labels"]:
-    """Labels as rows of the drafter's head; -1 for ids that it does not score."""
-    if kept_ids is None:
-        return labels
-    rows = torch.searchsorted(kept_ids, labels).clamp(max=len(kept_ids) - 1)
-    return torch.where(kept_ids[rows] == labels, rows, -1)

@@ -21,6 +21,7 @@ from ..decode.draft import Accepted, Draft, TargetOutputs
 from ..decode.draft_chain import draft_chain
 from ..decode.forward import CachedLM
 from ..decode.sampling import Sampling
+from ..decode.streams import row_uniforms
 from .exit_head import ExitAdapter, ExitHead
 
 
@@ -108,8 +109,7 @@ class EarlyExit:
 
         uniforms = None
         if sampling.temperature:
-            rows = [torch.rand(num_tokens, generator=generator, dtype=torch.float64) for generator in generators]
-            uniforms = torch.stack(rows).to(self.newest.device, non_blocking=True)
+            uniforms = row_uniforms(num_tokens, generators, self.newest.device)
         stopping = None if self.confidence is None else Stopping(self.confidence, self.unfinished == 0)
         outputs = self.head.outputs
         logits = self.head.logits(first)

@@ -1,6 +1,5 @@
 """Training an early exit's adapter, and its folder."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,17 +7,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..decode.sampling import Sampling, probabilities
+from ..decode.sampling import Sampling, served_probabilities
 from ..distill.batch import DistillBatch
-from ..distill.chunked import chunked_loss
+from ..distill.chunked import chunked_loss, label_rows
 from ..distill.chunked_targets import TargetHidden
 from ..distill.mixture import Mixture, parse_mixture
 from ..distill.trainee import LossSums
+from ..errors import BadInput
 from ..models.head import split
 from ..models.loading import load_exactly
 from ..models.quiet import one_line_errors
 from ..models.target import Target
-from ..models.vocabulary import check_kept_ids, d2t, t2d
+from ..models.vocabulary import d2t, kept_ids_of, t2d
 from ..recipe import EarlyExitDrafter, ObjectiveSection
 from .calibration import chances
 from .checkpoint import load_head, save_head
@@ -27,7 +27,7 @@ from .exit_head import ExitHead
 from .features import TargetFeatures
 
 KIND = "early_exit"
-_MEASURE_EVERY = 8  # forward passes in training: the metrics need the target's full head
+_MEASURE_EVERY = 32  # steps: the metrics need the target's full head
 _ROWS_AT_ONCE = 256
 _DRAFTED = 4  # draft tokens of the implied block efficiency
 
@@ -41,14 +41,17 @@ class EarlyExitObjective(nn.Module):
         self.head, self.mixture, self.chunk_tokens = head, mixture, chunk_tokens
         self._features = TargetFeatures(target, (head.exit_layer, -1))
         self._target = (split(target.model)[1], target.model)
-        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
+        self._served = served_probabilities(served)
         self._rows_of = head.outputs.rows_of_ids()
-        self._calls = 0
+        self._measures = False
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Whole steps are measured, every so many and the last: on all ranks alike, resumed or not."""
+        self._measures = step % _MEASURE_EVERY == 0 or step + 1 == total_steps
 
     def forward(self, batch: DistillBatch) -> LossSums:
-        """Sums over the batch's labels; now and then also the metrics."""
-        measure = self._calls % _MEASURE_EVERY == 0 or not self.training
-        self._calls += self.training
+        """Sums over the batch's labels; in some steps also the metrics."""
+        measure = self._measures or not self.training
         hidden, last = self._states(batch)
         read = self.read_by_head(batch, hidden).flatten(0, 1)[batch.predictors]
         head, outputs = self._target[0], self.head.outputs
@@ -57,7 +60,7 @@ class EarlyExitObjective(nn.Module):
             read,
             outputs.draft_head(0),
             TargetHidden(last, head, outputs.kept_ids, outputs.base) if self.mixture.needs_target or measure else None,
-            self._label_rows(batch.labels) if self.mixture.needs_tokens else None,
+            label_rows(batch.labels, self._rows_of) if self.mixture.needs_tokens else None,
             batch.weights,
             chunk_tokens=self.chunk_tokens,
             metrics=measure,
@@ -119,13 +122,6 @@ class EarlyExitObjective(nn.Module):
             "block_efficiency": ((1.0 + following[whole].cumprod(-1).sum(-1)).sum(), whole.sum()),
         }
 
-    def _label_rows(self, labels: Int[Tensor, "labels"]) -> Int[Tensor, "labels"]:
-        """Labels as rows of the projection; -1 for ids that it does not score."""
-        if self._rows_of is None:
-            return labels
-        self._rows_of = self._rows_of.to(labels.device)
-        return self._rows_of[labels]
-
 
 class ExitInTraining(NamedTuple):
     """What training needs of an exit with an adapter."""
@@ -141,7 +137,16 @@ def exit_in_training(
     kept_ids: Int[Tensor, "kept"] | None,
     served: Sampling,
 ) -> ExitInTraining:
-    """A new exit with its objective and the drafter that decodes with it as it is trained."""
+    """A new exit with its objective and the drafter that decodes with it as it is trained.
+
+    Raises:
+        BadInput: the target has no layers behind the exit.
+    """
+    if config.exit_layer >= target.num_layers:
+        raise BadInput(
+            f"drafter.exit_layer: {config.exit_layer}, the target has {target.num_layers} layers: expected 1 to "
+            f"{target.num_layers - 1}"
+        )
     head = ExitHead(target, config.exit_layer, config.adapter, config.intermediate_size, kept_ids)
     mixture = parse_mixture(objective.loss, objective.temperature)
     trained = EarlyExitObjective(head, target, mixture, served, objective.chunk_tokens)
@@ -168,10 +173,8 @@ def load_exit(folder: str | Path, target: Target) -> EarlyExit:
     known, tensors = load_head(folder, target)
     kept = None
     if "d2t" in tensors:
-        offsets = tensors.pop("d2t")
+        kept = kept_ids_of(tensors.pop("d2t"), target.vocab_size)
         del tensors["t2d"]
-        kept = offsets + torch.arange(len(offsets))
-        check_kept_ids(kept, target.vocab_size)
     with one_line_errors(str(folder)):
         fields: dict[str, Any] = {key: known[key] for key in ("exit_layer", "adapter", "intermediate_size")}
         section = EarlyExitDrafter(**fields)

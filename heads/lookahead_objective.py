@@ -3,13 +3,11 @@
 Embedding i behind the token at position p guesses token p + i + 2, as the target predicts it from position p + i + 1.
 """
 
-from functools import partial
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..decode.sampling import Sampling, probabilities
+from ..decode.sampling import Sampling, served_probabilities
 from ..distill.batch import DistillBatch
 from ..distill.chunked import DraftHead, chunked_loss
 from ..distill.chunked_targets import TargetHidden
@@ -20,7 +18,7 @@ from ..models.target import Target
 from .lookahead_pass import context_pass, lookahead_pass
 from .lookahead_tokens import LookaheadEmbeddings
 
-_MEASURE_EVERY = 8
+_MEASURE_EVERY = 32  # steps
 _ROWS_AT_ONCE = 256
 
 
@@ -28,8 +26,8 @@ class LookaheadObjective(nn.Module):
     """The embeddings under a mixture of losses, embedding i weighing ``decay ** i``.
 
     A pass behind every token would cost k times the text. In training the embeddings stand behind a random share of the
-    tokens that have a label, and sums are scaled up by what was left out: the loss is an estimate of
-    Σ_i decay^i Σ_labels loss_i / (supervised labels of the step).
+    tokens that have a label, and each row's sums are scaled up by what was left out of it: the loss is an unbiased estimate
+    of Σ_i decay^i Σ_labels loss_i / (supervised labels of the step).
     """
 
     def __init__(
@@ -48,14 +46,17 @@ class LookaheadObjective(nn.Module):
         self.embeddings, self.mixture, self.share, self.decay = embeddings, mixture, share, decay
         self.chunk_tokens = chunk_tokens
         self._target = (split(target.model), target.model)  # in a tuple: not trained
-        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
-        self._calls = 0
+        self._served = served_probabilities(served)
+        self._measures = False
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Whole steps are measured, every so many and the last: on all ranks alike, resumed or not."""
+        self._measures = step % _MEASURE_EVERY == 0 or step + 1 == total_steps
 
     def forward(self, batch: DistillBatch) -> LossSums:
-        """Sums over the batch's labels; now and then also the metrics."""
+        """Sums over the batch's labels; in some steps also the metrics."""
         (backbone, head), model = self._target
-        measure = self._calls % _MEASURE_EVERY == 0 or not self.training
-        self._calls += self.training
+        measure = self._measures or not self.training
         following = self._following(batch)  # [rows, length]: labels that embeddings behind each token have
         anchors, scale = self._anchors(following)
         if not anchors.shape[1]:
@@ -67,6 +68,7 @@ class LookaheadObjective(nn.Module):
         weights = _label_weights(batch)
         first = torch.arange(len(anchors), device=anchors.device)[:, None] * batch.input_ids.shape[1]
         flat = (first + anchors).flatten()
+        scale = scale[:, None].expand_as(anchors).flatten()
         total = torch.zeros((), device=anchors.device)
         metrics: dict[str, tuple[Tensor | int | float, Tensor | int | float]] = {}
         right = torch.zeros(flat.shape[0], self.embeddings.num_tokens, dtype=torch.bool, device=flat.device)
@@ -79,12 +81,12 @@ class LookaheadObjective(nn.Module):
                 DraftHead(head.weight, head.bias, head.transform),
                 TargetHidden(last[predictors], head),
                 ids[predictors + 1] if self.mixture.needs_tokens else None,
-                weights[predictors + 1],
+                scale[rows] * weights[predictors + 1],
                 chunk_tokens=self.chunk_tokens,
                 metrics=measure and i == 0,
                 probabilities=self._served,
             )
-            total = total + self.decay**i * scale * loss.sum
+            total = total + self.decay**i * loss.sum
             if measure:
                 hits = self._hits(own.detach(), last[predictors])
                 right[rows, i] = hits[:, 0]
@@ -107,9 +109,13 @@ class LookaheadObjective(nn.Module):
         runs = torch.stack([label[:, 1 + i : 1 + i + length] for i in range(k + 1)], -1).long().cumprod(-1)
         return (runs.sum(-1) - 1).clamp(min=0)
 
-    def _anchors(self, following: Int[Tensor, "rows length"]) -> tuple[Int[Tensor, "rows anchors"], float]:
-        """Columns of the tokens that embeddings stand behind, and what their sums are to be scaled by. Rows with fewer are
-        filled up with tokens that have no label."""
+    def _anchors(
+        self, following: Int[Tensor, "rows length"]
+    ) -> tuple[Int[Tensor, "rows anchors"], Float[Tensor, "rows"]]:
+        """Columns of the tokens that embeddings stand behind, and what each row's sums are to be scaled by: of a row with
+        few tokens that have a label, a larger share is taken. Rows with fewer than others are filled up with tokens that
+        have none.
+        """
         able = following > 0
         if self.training:
             order = torch.rand(able.shape, device=able.device)
@@ -117,8 +123,7 @@ class LookaheadObjective(nn.Module):
             order = (torch.arange(able.shape[1], device=able.device) * 0.618034 % 1.0).expand(able.shape)
         most = int((able.sum(1).max().float() * self.share).ceil())
         chosen = order.masked_fill(~able, 2.0).argsort(1)[:, :most]
-        taken = int(able.gather(1, chosen).sum())
-        return chosen, float(able.sum()) / max(taken, 1)
+        return chosen, able.sum(1) / able.gather(1, chosen).sum(1).clamp(min=1)
 
     @torch.no_grad()
     def _hits(

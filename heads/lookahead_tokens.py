@@ -17,6 +17,7 @@ from ..decode.confidence import Confidence, Stopping
 from ..decode.draft import Accepted, Companions, Draft, TargetOutputs, chain
 from ..decode.draft_chain import draft_chain
 from ..decode.sampling import Sampling
+from ..decode.streams import row_uniforms
 from ..models.head import split
 from ..models.loading import load_exactly
 from ..models.quiet import one_line_errors
@@ -162,8 +163,7 @@ class LookaheadTokens:
         depth = min(num_tokens, logits.shape[1])
         uniforms = None
         if sampling.temperature:
-            rows = [torch.rand(depth, generator=generator, dtype=torch.float64) for generator in generators]
-            uniforms = torch.stack(rows).to(self.device, non_blocking=True)
+            uniforms = row_uniforms(depth, generators, self.device)
         following: Iterator[Tensor] = iter(logits.unbind(1))
         stopping = None if self.confidence is None else Stopping(self.confidence, ~self.unfinished)
         return draft_chain(

@@ -12,7 +12,7 @@ from ..decode.sampling import Sampling
 from ..distill.mixture import parse_mixture
 from ..models.quiet import one_line_errors
 from ..models.target import Target
-from ..models.vocabulary import check_kept_ids, d2t, t2d
+from ..models.vocabulary import d2t, kept_ids_of, t2d
 from ..recipe import BlockwiseDrafter, HydraDrafter, Medusa2Drafter, MedusaDrafter, ObjectiveSection
 from .adapted import LAYERS, change_target, with_adapter, with_trained_layers
 from .blockwise import BlockwiseTrunk
@@ -119,10 +119,8 @@ def load_heads(folder: str | Path, target: Target) -> HeadsDrafter:
         accuracies = known["accuracies"]
     kept_ids = None
     if "d2t" in tensors:
-        offsets = tensors.pop("d2t")
+        kept_ids = kept_ids_of(tensors.pop("d2t"), target.vocab_size)
         del tensors["t2d"]
-        kept_ids = offsets + torch.arange(len(offsets))
-        check_kept_ids(kept_ids, target.vocab_size)
     layers = {name: tensors.pop(name) for name in list(tensors) if name.startswith(LAYERS)}
     with torch.random.fork_rng(devices=[]):
         heads = make_heads(config, target, kept_ids)

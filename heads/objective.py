@@ -6,15 +6,14 @@ positions are among those that labels are predicted from, so the hidden states t
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..decode.sampling import Sampling, probabilities
+from ..decode.sampling import Sampling, served_probabilities
 from ..distill.batch import DistillBatch
-from ..distill.chunked import LossSum, chunked_loss
+from ..distill.chunked import LossSum, chunked_loss, label_rows
 from ..distill.chunked_targets import TargetHidden
 from ..distill.mixture import Mixture, parse_mixture
 from ..distill.trainee import LossSums
@@ -30,7 +29,7 @@ from .trunk import DraftHeads
 Metrics = dict[str, tuple[Tensor | int | float, Tensor | int | float]]
 
 RANKS = 10  # most likely tokens of a head whose accuracy is measured
-_MEASURE_EVERY = 32  # forward passes in training: accuracies are over the target's full vocabulary
+_MEASURE_EVERY = 32  # steps: accuracies are over the target's full vocabulary
 _MEASURED_LABELS = 512  # of a training batch, at most
 _ROWS_AT_ONCE = 256
 _MOST_COUNTED = 20_000  # labels that accuracies are remembered over: what heads did long ago should fade
@@ -39,8 +38,8 @@ _MOST_COUNTED = 20_000  # labels that accuracies are remembered over: what heads
 class HeadsObjective(nn.Module):
     """All heads under a mixture of losses, head k weighing ``decay ** k``.
 
-    The loss is Σ_k decay^k Σ_labels loss_k / (supervised labels of the step): a later head has up to k + 1 labels fewer a
-    document. Of the target nothing is a submodule but, with `adapted`, what of it is trained.
+    The loss is Σ_k decay^k Σ_labels loss_k / (supervised labels of the step): a later head has up to k + 1 labels fewer an
+    answer. Of the target nothing is a submodule but, with `adapted`, what of it is trained.
     """
 
     rank_hits: Int[Tensor, "heads ranks"]
@@ -65,8 +64,8 @@ class HeadsObjective(nn.Module):
         self.adapted, self.target_weight = adapted, target_weight
         self._features = TargetFeatures(target, (-1,))
         self._target_head = (split(target.model)[1],)
-        self._served = partial(probabilities, sampling=Sampling(1.0) if served.temperature == 0 else served)
-        self._calls = 0
+        self._served = served_probabilities(served)
+        self._measures = False
         self._rows_of = heads.outputs.rows_of_ids()
         # Whole numbers, which a cast of the module to bf16 leaves alone.
         ranks = min(RANKS, heads.outputs.num_scored)
@@ -74,7 +73,13 @@ class HeadsObjective(nn.Module):
         self.register_buffer("rank_counts", torch.zeros(heads.num_heads, dtype=torch.long))
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Told by the loop before every optimizer step: heads may train alone first."""
+        """Whole steps are measured, every so many and the last: on all ranks alike, resumed or not. Heads may train alone
+        first.
+        """
+        self._measures = step % _MEASURE_EVERY == 0 or step + 1 == total_steps
+        if step == 0:  # what passes before the training have shown is none of it
+            self.rank_hits.zero_()
+            self.rank_counts.zero_()
         if self.adapted is not None:
             self.adapted.begin_step(step, total_steps)
 
@@ -91,14 +96,13 @@ class HeadsObjective(nn.Module):
         return [[hit / count for hit in row] for row, count in zip(self.rank_hits.tolist(), counts, strict=True)]
 
     def forward(self, batch: DistillBatch) -> LossSums:
-        """Sums over the batch's labels; every few calls also accuracies, alpha and the implied block efficiency."""
+        """Sums over the batch's labels; in some steps also accuracies, alpha and the implied block efficiency."""
         original, hidden = self._read(batch)
         total, metrics = torch.zeros((), device=hidden.device), {}
         if self.adapted is not None:
             hidden, total, metrics = self._adapted(batch, original)
         prepared = self.heads.prepare(hidden)
-        measure = self._calls % _MEASURE_EVERY == 0 or not self.training
-        # Which way the loss is added up never depends on the step: a resumed run counts its calls anew.
+        measure = self._measures or not self.training
         together = self.heads.outputs.projection == "shared"
         if together:
             total = total + self._loss_of_all(batch, original, prepared)
@@ -110,7 +114,6 @@ class HeadsObjective(nn.Module):
             metrics |= {f"heads/{head}/loss": (loss.sum.detach(), loss.count) for head, loss in enumerate(losses)}
         if measure:
             metrics |= self._measured(batch, original if self.adapted is None else hidden.detach(), prepared.detach())
-        self._calls += self.training
         return LossSums(total, batch.supervised, metrics)
 
     def _losses(self, batch: DistillBatch, original: Tensor, prepared: Tensor) -> list[LossSum]:
@@ -121,7 +124,7 @@ class HeadsObjective(nn.Module):
                 self.heads.states(head, prepared[sources], self._seen(batch, sources, head)),
                 self.heads.outputs.draft_head(head),
                 self._targets(original[labels]) if self.mixture.needs_target else None,
-                self._label_rows(batch.labels[labels]) if self.mixture.needs_tokens else None,
+                label_rows(batch.labels[labels], self._rows_of) if self.mixture.needs_tokens else None,
                 batch.weights[labels],
                 chunk_tokens=self.chunk_tokens,
             )
@@ -141,7 +144,7 @@ class HeadsObjective(nn.Module):
             torch.cat(states)[order],
             self.heads.outputs.draft_head(0),
             RepeatedTarget(**vars(self._targets(original)), of_row=of_row) if self.mixture.needs_target else None,
-            self._label_rows(batch.labels[of_row]) if self.mixture.needs_tokens else None,
+            label_rows(batch.labels[of_row], self._rows_of) if self.mixture.needs_tokens else None,
             torch.cat(weights)[order],
             chunk_tokens=self.chunk_tokens,
         ).sum
@@ -171,14 +174,18 @@ class HeadsObjective(nn.Module):
                 return
 
     def pairs(self, batch: DistillBatch) -> Iterator[tuple[Int[Tensor, "n"], Int[Tensor, "n"]]]:
-        """For every head: labels whose predictor a hidden state is taken from, and the labels that are guessed from there."""
-        where = torch.full((batch.input_ids.numel(),), -1, device=batch.predictors.device)
-        where[batch.predictors] = torch.arange(len(batch.predictors), device=where.device)
+        """For every head: labels whose predictor a hidden state is taken from, and the labels that are guessed from there.
+        All tokens in between are labels too: nothing is drafted across an answer's ends.
+        """
+        numbers = torch.arange(len(batch.predictors), device=batch.predictors.device)
+        where = torch.full((batch.input_ids.numel(),), -1, device=numbers.device)
+        where[batch.predictors] = numbers
         in_document = batch.position_ids.flatten()[batch.predictors]
         for head in range(self.heads.num_heads):
             back = head + 1
-            sources = torch.where(in_document >= back, where[(batch.predictors - back).clamp(min=0)], -1)
-            labels = (sources >= 0).nonzero()[:, 0]
+            sources = where[(batch.predictors - back).clamp(min=0)]
+            # Labels are in the order of their positions: as many lie between the two as there are positions, or a gap does.
+            labels = ((in_document >= back) & (sources == numbers - back) & (sources >= 0)).nonzero()[:, 0]
             yield sources[labels], labels
 
     @torch.no_grad()
@@ -298,10 +305,3 @@ class HeadsObjective(nn.Module):
     def _targets(self, hidden: Float[Tensor, "labels hidden"]) -> TargetHidden:
         outputs = self.heads.outputs
         return TargetHidden(hidden, self._target_head[0], outputs.kept_ids, outputs.base)
-
-    def _label_rows(self, labels: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
-        """Labels as rows of the projections; -1 for ids that they do not score."""
-        if self._rows_of is None:
-            return labels
-        self._rows_of = self._rows_of.to(labels.device)
-        return self._rows_of[labels]

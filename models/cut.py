@@ -17,6 +17,8 @@ from .target import as_target
 
 # Keys of a configuration that list layer numbers; lists with one entry a layer are recognised by name and length.
 _LAYER_NUMBER_KEYS = ("mlp_only_layers", "moe_layers")
+# What a layer's modules hold of their number and their making, not of what they compute.
+_OF_THE_PLACE = ("layer_idx", "layer_id", "training", "_is_hf_initialized")
 _PER_LAYER_WORDS = ("layer", "pattern", "intermediate_size", "attention_heads", "key_value_heads")
 
 
@@ -109,7 +111,7 @@ def _check_behaviour(old: nn.ModuleList, layers: Sequence[int], new: nn.ModuleLi
         for (path, before), (_, after) in pairs:
             for key, value in vars(before).items():
                 plain = isinstance(value, bool | int | float | str | None)
-                if plain and key not in ("layer_idx", "layer_id", "training") and vars(after).get(key) != value:
+                if plain and key not in _OF_THE_PLACE and vars(after).get(key) != value:
                     where = f"{path}.{key}" if path else key
                     raise BadInput(
                         f"init.layers: {name}: layer {layer} cannot take place {place}: {where} would change"

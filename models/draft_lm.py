@@ -19,7 +19,15 @@ from .loading import load_causal_lm, load_exactly
 from .lora import ADAPTER_CONFIG, has_lora, load_adapter, save_adapter, without_lora
 from .quiet import one_line_errors, quiet
 from .target import Target, as_target
-from .vocabulary import check_kept_ids, check_model_tokenizer, check_saved_tokenizer, d2t, t2d, tokenizer_hash
+from .vocabulary import (
+    check_kept_ids,
+    check_model_tokenizer,
+    check_saved_tokenizer,
+    d2t,
+    kept_ids_of,
+    t2d,
+    tokenizer_hash,
+)
 
 KIND = "model"
 CUT_WEIGHTS = "cut_vocabulary.safetensors"  # not a name that from_pretrained looks for
@@ -289,8 +297,7 @@ def _read_weights(folder: Path, kept: int | None, dtype: Any, device: Any) -> Dr
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
         state = load_file(folder / CUT_WEIGHTS)
         offsets, scored = state.pop("d2t"), state.pop("t2d")
-    kept_ids = offsets + torch.arange(len(offsets))
-    check_kept_ids(kept_ids, model.config.get_text_config().vocab_size)
+    kept_ids = kept_ids_of(offsets, model.config.get_text_config().vocab_size)
     if len(kept_ids) != kept or not torch.equal(t2d(kept_ids, len(scored)), scored):
         raise BadInput(f"{folder}: d2t, t2d and the manifest's {kept} kept ids contradict each other")
     replace_head(model, split(model)[1].rows(kept_ids).linear)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput
+from ..errors_disk import disk_errors
 
 MANIFEST = "draftsmith.json"
 FORMAT = 1
@@ -23,29 +24,27 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
     A process killed in between leaves the old folder, or none, never half of one. What an earlier kill left is removed.
 
     Raises:
-        BadInput: the place cannot be written to.
+        BadInput: the place cannot be written to, or the disk takes no more.
     """
     folder = Path(folder).absolute()
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder}: cannot be written: there is a file of that name")
     partial, replaced = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
-    try:
+    with disk_errors(f"{folder}: cannot be written"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if replaced.exists() and not folder.exists():  # killed between the two renames below
             replaced.rename(folder)
         for leftover in (partial, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
-    except OSError as error:
-        raise BadInput(f"{folder}: cannot be written: {error.strerror or error}") from error
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(replaced)
-    os.replace(partial, folder)
+        try:
+            yield partial
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if folder.exists():
+            folder.rename(replaced)
+        os.replace(partial, folder)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

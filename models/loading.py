@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import torch
 from huggingface_hub import constants as hub_constants
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -85,7 +85,7 @@ def load_causal_lm(
     """A causal LM in eval mode. Weights are read from safetensors only; none may be missing.
 
     `device` None means the current CUDA device where there is one, else the CPU; ``"auto"`` spreads the layers over all
-    devices.
+    devices. For the meta device, where tensors have shapes and no contents, no weights are read.
 
     Raises:
         BadInput: not found, hub not reachable, not a causal LM, wrong or incomplete weights.
@@ -95,6 +95,8 @@ def load_causal_lm(
     placed = device == "auto" or torch.device(device).type != "cpu"
     with quiet(), one_line_errors(str(name)):
         refuse_unsupported(str(name), read_config(where, str(name)), trust_remote_code)
+        if device == torch.device("meta"):
+            return _without_weights(where, dtype, trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=dtype,
@@ -106,6 +108,13 @@ def load_causal_lm(
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise BadInput(f"{name}: {len(missing)} weights are missing, the first is {missing[0]}")
+    return model.eval()
+
+
+def _without_weights(where: str, dtype: str | torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return model.eval()
 
 
@@ -176,7 +185,8 @@ def refuse_unsupported(name: str, config: dict[str, Any], trust_remote_code: boo
 
 
 def load_exactly(model: torch.nn.Module, state: dict[str, torch.Tensor], name: str) -> None:
-    """Copy `state` into `model`; every parameter must be there with its shape, and nothing else.
+    """Copy `state` into `model`; every parameter must be there with its shape, and nothing else. On the meta device shapes
+    are all there is.
 
     Raises:
         BadInput: one is not; the line starts with `name` and says which.
@@ -189,4 +199,5 @@ def load_exactly(model: torch.nn.Module, state: dict[str, torch.Tensor], name: s
             raise BadInput(f"{name}: the weight {key} is not one of {type(model).__name__}")
         if own[key].shape != state[key].shape:
             raise BadInput(f"{name}: {key} has shape {tuple(state[key].shape)}, expected {tuple(own[key].shape)}")
-    model.load_state_dict(state)
+    if not all(tensor.is_meta for tensor in own.values()):
+        model.load_state_dict(state)

@@ -134,6 +134,14 @@ def in_dtype(target: Target, dtype: torch.dtype) -> Target:
     return replace(target, model=copy.deepcopy(target.model, cast))
 
 
+def without_contents(target: Target) -> Target:
+    """`target` on the meta device: its modules with the shapes of their tensors, of which none is copied."""
+    empty: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in target.model.buffers()}
+    for parameter in target.model.parameters():
+        empty[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    return replace(target, model=copy.deepcopy(target.model, empty))
+
+
 def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     """Parts of the names of parameters that transformers loads in float32 although the model is loaded in `dtype`."""
     kept: set[str] = set()

@@ -115,19 +115,6 @@ def _splitting(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def shared_ids(target: Any, drafter: Any) -> int:
-    """How many leading ids both models score: the smaller number of output rows, where they differ by padding.
-
-    `target` and `drafter` are anything with a ``vocab_size`` (a target, a draft model) or a transformers model.
-    """
-    return min(_rows(target), _rows(drafter))
-
-
-def _rows(model: Any) -> int:
-    size = getattr(model, "vocab_size", None)
-    return size if isinstance(size, int) else model.config.get_text_config().vocab_size
-
-
 def count_tokens(token_lists: Iterable[Sequence[int]], vocab_size: int) -> Int[Tensor, "vocab"]:
     """How often every id occurs in the given token sequences."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
@@ -165,6 +152,13 @@ def choose_vocabulary(
 def d2t(kept_ids: Int[Tensor, "kept"]) -> Int[Tensor, "kept"]:
     """Offsets from draft ids to target ids: ``target id = draft id + d2t[draft id]`` (EAGLE-3's convention)."""
     return kept_ids - torch.arange(len(kept_ids), device=kept_ids.device)
+
+
+def kept_ids_of(offsets: Int[Tensor, "kept"], vocab_size: int) -> Int[Tensor, "kept"]:
+    """The kept ids that :func:`d2t` gave these offsets for. Raises BadInput when they are no cut vocabulary."""
+    kept_ids = offsets + torch.arange(len(offsets), device=offsets.device)
+    check_kept_ids(kept_ids, vocab_size)
+    return kept_ids
 
 
 def t2d(kept_ids: Int[Tensor, "kept"], vocab_size: int) -> Bool[Tensor, "vocab"]:

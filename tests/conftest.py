@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no {folder}: real prompts and models are not kept in the repository")
     return folder
+
+
+@pytest.fixture
+def small_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """``with small_disk(size):`` no file can grow beyond `size` bytes inside. The real writers meet what a full disk does."""
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 THINGS = ["apples", "boats", "chairs", "doors", "lamps", "stones", "birds", "letters"]

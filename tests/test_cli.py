@@ -1,5 +1,6 @@
 """The command line: what reaches the rooms below, and one line with exit status 2 for what is wrong."""
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -163,6 +164,14 @@ def test_bad_input_found_below_is_one_line_too(run, below):
 def test_a_bug_is_no_bad_input(run, below):
     below("eval.run", "evaluate", ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
+        run("eval", "t", "d")
+
+
+def test_a_full_disk_is_one_line_wherever_it_is_met(run, below):
+    below("eval.run", "evaluate", OSError(errno.ENOSPC, "No space left on device", "report.json"))
+    assert run("eval", "t", "d") == (2, "", "error: report.json: cannot be written: No space left on device\n")
+    below("eval.run", "evaluate", OSError(errno.ENOENT, "No such file or directory", "x"))
+    with pytest.raises(FileNotFoundError):
         run("eval", "t", "d")
 
 

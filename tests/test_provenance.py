@@ -52,6 +52,42 @@ def test_what_moves_no_weight_may_change(tmp_path) -> None:
     check_unchanged(tmp_path / "recipe.yaml", changed("evaluate", every=7))
 
 
+def test_what_steers_a_stream_or_a_search_may_not_change(tmp_path) -> None:
+    online = {**changed("evaluate", num_speculative_tokens=4), "objective": {"rollouts": {"source": "online"}}}
+    open_run(tmp_path / "online", online, resume=False)
+    with pytest.raises(BadInput, match=r"^evaluate\.num_speculative_tokens: the run was started with 4, now it is 2"):
+        check_unchanged(
+            tmp_path / "online" / "recipe.yaml",
+            {**online, "evaluate": {"every": 7, "num_speculative_tokens": 2}},
+        )
+    searched = {**changed("evaluate", sampling={"temperature": 0.0}), "drafter": {"kind": "layer_skip"}}
+    open_run(tmp_path / "searched", searched, resume=False)
+    with pytest.raises(BadInput, match=r"^evaluate\.sampling\.temperature: "):
+        check_unchanged(
+            tmp_path / "searched" / "recipe.yaml", {**searched, "evaluate": {"sampling": {"temperature": 1.0}}}
+        )
+
+
+def test_a_run_that_made_nothing_is_begun_anew_with_another_recipe(tmp_path) -> None:
+    open_run(tmp_path, RECIPE, resume=False)
+    Provenance(tmp_path)
+    for steps, resume in ((20, False), (30, True)):
+        open_run(tmp_path, changed("engine", steps=steps), resume=resume)
+        assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["engine"]["steps"] == steps
+    (tmp_path / "data").mkdir()
+    with pytest.raises(BadInput, match="already holds a run"):
+        open_run(tmp_path, RECIPE, resume=False)
+    with pytest.raises(BadInput, match=r"^engine\.steps: "):
+        open_run(tmp_path, RECIPE, resume=True)
+
+
+def test_a_recipe_alone_is_not_written_over(tmp_path) -> None:
+    (tmp_path / "recipe.yaml").write_text("# mine\noutput: runs/a\n")
+    with pytest.raises(BadInput, match="already holds a run"):
+        open_run(tmp_path, RECIPE, resume=False)
+    assert (tmp_path / "recipe.yaml").read_text().startswith("# mine")
+
+
 def test_an_unwritable_output_is_one_line(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"^output: cannot write to "):

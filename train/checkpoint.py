@@ -18,6 +18,7 @@ import torch
 
 from ..distill.trainee import Stateful
 from ..errors import BadInput
+from ..errors_disk import disk_errors
 from .engine import Engine
 from .rng import restore_rng, rng_state
 
@@ -48,7 +49,7 @@ def save(run_folder: Path, step: int, engine: Engine, states: Mapping[str, State
     """
     final = run_folder / folder_name(step)
     partial = run_folder / f".partial_{final.name}"
-    try:
+    with disk_errors(f"{final}: cannot write the checkpoint"):
         if engine.is_main:
             _remove_leftovers(run_folder)
             partial.mkdir(parents=True)
@@ -61,8 +62,6 @@ def save(run_folder: Path, step: int, engine: Engine, states: Mapping[str, State
             _write_manifest(partial, step, engine)
             _put_in_place(partial, final)
             _prune(run_folder, step, keep)
-    except OSError as error:
-        raise BadInput(f"{final}: cannot write the checkpoint: {error.strerror or error}") from error
     engine.wait()
     return final
 

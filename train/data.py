@@ -11,7 +11,6 @@ from ..decode.sampling import Sampling
 from ..distill.answers import Amount, AnswerSettings, write_answers
 from ..distill.author import writing_dtype
 from ..distill.id_frequencies import expected_counts_in
-from ..distill.mixture import parse_mixture
 from ..distill.teacher import absolute_layer
 from ..distill.teacher_cache import cache_teacher
 from ..errors import BadInput
@@ -31,13 +30,6 @@ class TrainingData(NamedTuple):
 def served_sampling(section: SamplingSection) -> Sampling:
     """A recipe's sampling section as the decoder takes it."""
     return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """What the schema cannot say and no model is needed for. Raises BadInput."""
-    parse_mixture(recipe.objective.loss, recipe.objective.temperature)
-    if "self" in recipe.data.sources and recipe.data.num_self_prompts is None and recipe.engine.minutes is None:
-        raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
 
 
 def usable_length(max_length: int, context_limit: int | None) -> int:
@@ -96,10 +88,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
     if kept and getattr(recipe.drafter, "vocabulary", None) is not None:
         encoded.expected_counts = expected_counts_in(folder / "expected_counts.safetensors", target, store)
     if data.cache == "topk":
-        data_hash = store.fingerprint["prompts"] + str(len(store))
-        if settings.dtype != target.dtype:  # the same prompts, answered otherwise
-            data_hash += store.fingerprint["dtype"]
-        return TrainingData(encoded, _cache(recipe, target, encoded, folder, data_hash))
+        return TrainingData(encoded, _cache(recipe, target, encoded, folder, encoded.content_hash()))
     return TrainingData(encoded, None if data.cache == "none" else store)
 
 

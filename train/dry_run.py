@@ -4,43 +4,42 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..data.chats import Encoded
-from ..data.encoded_set import EncodedSet, encode_examples
+from ..data.encoded_set import encode_examples
 from ..data.sources import Example
 from ..distill.author import in_words, writing_dtype
-from ..distill.objective import DraftModelObjective
 from ..errors import BadInput
 from ..eval.run import evaluation_prompts
-from ..heads.build import build_trainable
-from ..models.draft_lm import replace_head
 from ..models.loading import load_tokenizer, locate
 from ..models.quiet import one_line_errors, quiet
-from ..models.target import Target
-from ..recipe import DrafterInit, ModelDrafter, Recipe
+from ..models.target import Target, eos_token_ids
+from ..recipe import Recipe
 from ..recipe_io import resolved_yaml
-from .data import check_recipe, read_prompts_or_chats, served_sampling, usable_length
+from .checks import build_without_contents, check_dtype, check_recipe
+from .data import read_prompts_or_chats, usable_length
 from .engine import resolve_precision
 
 
-def dry_run(recipe: Recipe) -> str:
-    """A description of the run.
+def dry_run(recipe: Recipe, num_processes: int = 1) -> str:
+    """A description of the run, in as many processes.
 
     Raises:
         BadInput: whatever is wrong with recipe, data or configurations.
     """
-    check_recipe(recipe)
+    check_recipe(recipe, num_processes)
     examples = read_prompts_or_chats(recipe.data)
     config = read_config(recipe.target.model, recipe.target.trust_remote_code)
     tokenizer = load_tokenizer(recipe.target.model, recipe.target.trust_remote_code)
     lines = [resolved_yaml(recipe).rstrip(), ""]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _loaded_dtype(recipe, config)
+    check_dtype(recipe, dtype, device)
     lines += parameter_lines(recipe, config, tokenizer)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines += list(_data_lines(recipe, examples, tokenizer, limit, _dtype_of_answers(recipe, config, device)))
+    written_in = writing_dtype(recipe.data.dtype, dtype, device)
+    lines += list(_data_lines(recipe, examples, tokenizer, limit, written_in))
     lines.append(f"training: in {resolve_precision(recipe.engine.precision, device)}")
     lines.append(f"evaluation: {len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit)):,} prompts")
     lines.append("dry run: nothing was trained or written")
@@ -76,14 +75,12 @@ def parameter_lines(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = N
 def count_parameters(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = None) -> Parameters:
     """Parameters of target and drafter, counted on the meta device, where tensors have shapes and no contents."""
     target = on_meta(recipe.target.model, config, tokenizer)
-    served = served_sampling(recipe.evaluate.sampling)
-    with torch.device("meta"):
-        built = build_trainable(_without_measurement(recipe.drafter), recipe.objective, target, _nothing(), served)
-        num_scored = _cut(built.objective, recipe.drafter) or built.num_scored
-    trained = sum(parameter.numel() for parameter in built.objective.parameters() if parameter.requires_grad)
-    own = sum(parameter.numel() for parameter in built.objective.parameters())
+    built = build_without_contents(recipe, target)
+    objective = built.trainable.objective
+    trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
+    own = sum(parameter.numel() for parameter in objective.parameters())
     total = sum(parameter.numel() for parameter in target.model.parameters())
-    return Parameters(total, own, trained, num_scored)
+    return Parameters(total, own, trained, built.num_scored)
 
 
 def on_meta(name: str, config: PreTrainedConfig, tokenizer: Any = None) -> Target:
@@ -91,42 +88,13 @@ def on_meta(name: str, config: PreTrainedConfig, tokenizer: Any = None) -> Targe
     with torch.device("meta"), one_line_errors(name):
         model = AutoModelForCausalLM.from_config(config)
     model.eval().requires_grad_(False)
-    return Target(model, tokenizer, name, ())
+    return Target(model, tokenizer, name, eos_token_ids(model, tokenizer))
 
 
-def _without_measurement(drafter: Any) -> Any:
-    """A drafter of the same shape for whose making nothing has to be computed: no influences, no frequencies."""
-    if not isinstance(drafter, ModelDrafter):
-        return drafter
-    changes: dict[str, Any] = {"vocabulary": None}
-    if drafter.init is not None and drafter.init.num_layers is not None:
-        changes["init"] = DrafterInit(layers=list(range(drafter.init.num_layers)))
-    return drafter.model_copy(update=changes)
-
-
-def _cut(objective: nn.Module, drafter: Any) -> int | None:
-    """Give a draft model the head of its cut vocabulary; which ids it would keep is not known yet."""
-    if not isinstance(drafter, ModelDrafter) or drafter.vocabulary is None:
-        return None
-    assert isinstance(objective, DraftModelObjective)
-    model = objective.lm.model
-    head: Any = model.get_output_embeddings()
-    replace_head(model, nn.Linear(head.weight.shape[1], drafter.vocabulary, bias=head.bias is not None))
-    if not drafter.train_embeddings:
-        model.get_input_embeddings().requires_grad_(False)
-    return drafter.vocabulary
-
-
-def _nothing() -> EncodedSet:
-    """A training set in the stead of one that does not exist yet."""
-    return EncodedSet.collect([(0, Encoded([0, 1], [False, True]))])
-
-
-def _dtype_of_answers(recipe: Recipe, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype in which the target would write on `device`."""
+def _loaded_dtype(recipe: Recipe, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that the target would be loaded in."""
     loaded = config.dtype or torch.get_default_dtype() if recipe.target.dtype == "auto" else recipe.target.dtype
-    loaded = getattr(torch, loaded) if isinstance(loaded, str) else loaded
-    return writing_dtype(recipe.data.dtype, loaded, device)
+    return getattr(torch, loaded) if isinstance(loaded, str) else loaded
 
 
 def _data_lines(

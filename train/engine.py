@@ -93,7 +93,7 @@ def _start_deepspeed(config: dict[str, Any], precision: Precision, cuda: bool) -
     try:
         import deepspeed
     except ImportError as error:
-        raise BadInput("engine.deepspeed: DeepSpeed is not installed (pip install 'draftsmith[deepspeed]')") from error
+        raise BadInput("engine.deepspeed: DeepSpeed is not installed (pip install 'draftsmith[gpu]')") from error
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     if "WORLD_SIZE" not in os.environ:

@@ -31,7 +31,7 @@ class HeldOut:
             for row in generate_batched(
                 target,
                 [prompts[i] for i in order],
-                max_new_tokens=min(section.max_new_tokens, (limit or 2**62) - max(map(len, prompts))),
+                max_new_tokens=[min(section.max_new_tokens, (limit or 2**62) - len(prompts[i])) for i in order],
                 sampling=sampling,
                 batch_size=batch_size,
                 seed=seed,

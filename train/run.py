@@ -21,7 +21,8 @@ from ..provenance import Provenance, open_run
 from ..recipe import ModelDrafter, Recipe
 from . import checkpoint, loop
 from .budget import Budget, fix_budget, seconds_for_data, timed
-from .data import TrainingData, check_recipe, prepare_data, served_sampling
+from .checks import check_recipe, check_run
+from .data import TrainingData, prepare_data, served_sampling
 from .dry_run import dry_run
 from .engine import Engine, start_engine
 from .held_out import HeldOut
@@ -51,14 +52,17 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
     with closing(engine):
         for line in engine.describe():
             say(line)
+        check_recipe(
+            recipe, engine.world_size
+        )  # before there is a folder: a typo should cost neither it nor a download
         _on_main(engine, partial(open_run, folder, recipe.model_dump(mode="json"), resume=resume))
         if (folder / FINAL).exists():
             say(f"{folder} is finished: the drafter is in {folder / FINAL}")
             return folder / FINAL
         record = Provenance(folder, engine=engine.describe(), command=command) if engine.is_main else None
-        check_recipe(recipe)  # a typo should not cost a download
         target = load_target(recipe.target.model, recipe.target.dtype, engine.device, recipe.target.trust_remote_code)
         say(f"target: {target.name}, {_millions(target.model)} parameters")
+        _on_main(engine, partial(check_run, recipe, target))
         data, held_out = _prepare(recipe, target, folder, engine)
         say(f"data: {data.encoded.describe()}")
         outcome = _run_loop(recipe, target, data, held_out, folder, engine, command)
@@ -102,7 +106,8 @@ def _run_loop(
     say(f"drafter: {_millions(objective)} parameters, {trained / 1e6:.1f} M trained, {built.num_scored:,} ids scored")
     objective.to(engine.device).train()
     if recipe.engine.gradient_checkpointing:
-        _recompute_activations(objective, recipe.drafter.kind)
+        assert isinstance(objective, DraftModelObjective)  # the recipe's schema has refused other kinds
+        objective.lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
@@ -157,8 +162,6 @@ def _search(
 ) -> loop.Outcome:
     """Look for the drafter instead of training it."""
     assert built.search is not None
-    if engine.world_size > 1:
-        raise BadInput(f"drafter.kind: {recipe.drafter.kind} is searched for, not trained: start it in one process")
     use_backend(target.model, "auto")  # the costs to weigh are those of decoding
     evaluate = None if held_out is None else _evaluation(built, held_out)
     outcome = run_search(built.search, recipe.engine, folder, evaluate, _resume_command(command))
@@ -167,14 +170,6 @@ def _search(
         built.save(folder / FINAL)
         say(f"finished: the drafter is in {folder / FINAL}")
     return outcome
-
-
-def _recompute_activations(objective: nn.Module, kind: str) -> None:
-    if not isinstance(objective, DraftModelObjective):
-        raise BadInput(
-            f"engine.gradient_checkpointing: a {kind} drafter has no stack of layers to recompute: set it off"
-        )
-    objective.lm.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _evaluation(built: Trainable, held_out: HeldOut) -> Callable[[int], dict[str, Any]]:

@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadInput
 from ..heads.search import Search
 from ..progress import say, stage
 from ..recipe import EngineSection
@@ -30,12 +29,7 @@ def run_search(
 
     Every trial is on disk when the next one begins: a run that was stopped goes on where it was. A budget in minutes
     becomes a number of trials at the start, ``engine.steps`` is one.
-
-    Raises:
-        BadInput: a budget in epochs.
     """
-    if engine.epochs is not None:
-        raise BadInput("engine.epochs: a search has no epochs: give minutes, or steps for the number of trials")
     file, trials = folder / STATE, 0
     if file.exists():
         saved = json.loads(file.read_text(encoding="utf-8"))
@@ -75,7 +69,7 @@ def _budget(search: Search, engine: EngineSection, folder: Path) -> Budget:
     """The number of trials, fixed once."""
 
     def no_epochs(epochs: float) -> int:
-        raise AssertionError
+        raise AssertionError("the recipe's schema has refused a search in epochs")
 
     def seconds_a_trial() -> float:
         say("measuring how long a trial takes")

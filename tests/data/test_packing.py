@@ -1,12 +1,15 @@
 """Packing: nothing lost, nothing mixed, and documents that do not see each other."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data.chats import Encoded
-from draftsmith.data.packing import block_mask, pack, plan_rows
+from draftsmith.data.packing import pack, plan_rows
+from draftsmith.distill.batch import distill_batch
 from draftsmith.errors import BadInput
 
 
@@ -48,10 +51,16 @@ def test_too_long_and_empty_are_refused():
         pack([], 20)
 
 
-def test_mask_is_causal_within_documents_only():
-    mask = block_mask(torch.tensor([[0, 0, 1, 1, -1]]))
+def masks(packed, model) -> Any:
+    return distill_batch(packed, torch.device("cpu")).masks(model.config, "sdpa", model.dtype)
+
+
+def test_mask_is_causal_within_documents_only(tiny_llama):
+    packed = pack([encoded(5), encoded(2), encoded(2)], 5)
+    row = next(place.row for place in packed.placed if place.example == 1)
+    assert packed.segment_ids[row].tolist() == [0, 0, 1, 1, -1]
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
-    assert mask.int().tolist() == [[expected]]
+    assert masks(packed, tiny_llama())[row, 0].int().tolist() == expected
 
 
 def test_packed_logits_are_the_unpacked_ones(tiny_llama):
@@ -61,7 +70,7 @@ def test_packed_logits_are_the_unpacked_ones(tiny_llama):
     assert packed.input_ids.shape[0] == 2
     inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
     with torch.no_grad():
-        logits = model(**inputs, attention_mask=block_mask(packed.segment_ids)).logits
+        logits = model(**inputs, attention_mask=masks(packed, model)).logits
         leaking = model(**inputs, attention_mask=torch.ones_like(packed.input_ids)).logits
         worst_leak = 0.0
         for example, row, start, length in packed.placed:

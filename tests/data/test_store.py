@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data.store import ArraySpec, Store, StoredSequence, bytes_per_row, hidden_arrays, top_k_arrays
-from draftsmith.data.store_writer import StoreWriter, rebuild
+from draftsmith.data.store_writer import StoreWriter, drop_from, rebuild
 from draftsmith.errors import BadInput
 
 FINGERPRINT = {"target": "a1", "tokenizer": "b2", "settings": {"temperature": 0.7}}
@@ -246,3 +246,30 @@ def test_bytes_per_row_is_what_lands_on_disk(tmp_path):
     expected = 2000 * (4 + bytes_per_row(hidden_arrays(576)))
     assert expected < Store(tmp_path).num_bytes < 1.02 * expected
     assert Store(tmp_path)[3].arrays["hidden"].dtype == torch.bfloat16
+
+
+def test_a_full_disk_is_one_line_and_the_store_goes_on_afterwards(tmp_path, small_disk):
+    folder = write(tmp_path / "s", count=3)
+    writer = StoreWriter(folder, FINGERPRINT, ARRAYS)
+    for number in range(3, 10):
+        writer.append(sequence(number))
+    with small_disk(500), pytest.raises(BadInput, match=r"shard-00001.safetensors: cannot be written: \S"):
+        writer.flush()
+    writer.close()
+    assert not Store(folder, FINGERPRINT).damaged()
+    assert [found.source for found in Store(folder)] == list(range(10))
+
+
+def test_what_lies_behind_a_lost_shard_can_be_dropped(tmp_path):
+    folder = write(tmp_path / "s")
+    with StoreWriter(folder, FINGERPRINT, ARRAYS) as writer:
+        writer.finish()
+    damage(folder / "shard-00001.safetensors", "missing")
+    drop_from(folder, "shard-00001.safetensors")
+    store = Store(folder, FINGERPRINT)
+    assert (len(store), store.complete, store.damaged()) == (3, False, [])
+    with StoreWriter(folder, FINGERPRINT, ARRAYS) as writer:
+        assert writer.done == {0, 1, 2}
+        writer.append(sequence(3))
+    assert_same(Store(folder)[3], sequence(3))
+    assert len(list(folder.glob("*.safetensors"))) == 2

@@ -20,7 +20,7 @@ def prompts(reference):
     return [reference.prompt_of(length, seed=length) for length in LENGTHS]
 
 
-def answers(target, prompts, count=12, sampling=GREEDY, **settings):
+def answers(target, prompts, count: int | list[int] = 12, sampling=GREEDY, **settings):
     rows = list(generate_batched(target, prompts, max_new_tokens=count, sampling=sampling, **settings))
     assert len({row.index for row in rows}) == len(rows) == len(prompts)
     return {row.index: row for row in rows}
@@ -220,3 +220,14 @@ def test_a_draft_model_writes_with_the_ids_that_it_scores(tiny_llama, prompts):
 
 def test_no_prompts_no_answers(tiny_llama):
     assert answers(as_target(tiny_llama()), []) == {}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_every_prompt_may_have_a_limit_of_its_own(sampling, tiny_llama, prompts):
+    """Each answer is the long one, cut: neighbours and their limits change nothing."""
+    target = as_target(tiny_llama())
+    whole = answers(target, prompts, sampling=sampling, batch_size=3)
+    limits = [1 + 5 * i % 12 for i in range(len(prompts))]
+    found = answers(target, prompts, count=limits, sampling=sampling, batch_size=3)
+    for i, limit in enumerate(limits):
+        assert found[i].tokens == whole[i].tokens[:limit]

@@ -17,7 +17,7 @@ from draftsmith.data.sources import Example
 from draftsmith.data.store import Store
 from draftsmith.decode.packed import is_packed, unpack, use_backend
 from draftsmith.decode.sampling import Sampling
-from draftsmith.distill import answers, author
+from draftsmith.distill import answer_rounds, answers, author
 from draftsmith.distill.answers import Amount, AnswerSettings, write_answers
 from draftsmith.distill.batch import distill_batch
 from draftsmith.distill.id_frequencies import expected_counts
@@ -112,12 +112,12 @@ def test_the_target_writes_its_own_prompts_each_once_beside_the_given_ones(targe
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
 def test_rounds_hold_exactly_what_was_asked_for(target, given, own, share):
     settings = SETTINGS._replace(self_share=share)
-    job = answers._Job(target, [user(f"{i}") for i in range(given)], True, settings, Amount(own))
+    job = answer_rounds.Rounds(target, [user(f"{i}") for i in range(given)], True, settings, Amount(own))
     rounds = int(job.most_rounds)
     assert (job.given_before(rounds), job.own_before(rounds)) == (given, own)
     assert job.prompts_before(rounds - 1) < given + own
     with stage("test") as bar:
-        job._write_prompts = lambda numbers, bar: [answers._Conversation(n, [f"own {n}"]) for n in numbers]
+        job._write_prompts = lambda numbers, bar: [answer_rounds.Conversation(n, [f"own {n}"]) for n in numbers]
         numbers = [c.number for n in range(rounds) for c in job._conversations(n, bar)]
     assert len(numbers) == given + own
     assert numbers == sorted(set(numbers))
@@ -162,10 +162,10 @@ def test_a_killed_run_goes_on_to_the_same_answers(target, tmp_path, monkeypatch)
 
     whole = write_answers(target, asked, True, settings, Amount(own_prompts=40), tmp_path / "whole")
     for owner, name, number in [
-        (answers, "generate_batched", 2),  # round 0: prompts are written, answers are not
+        (answer_rounds, "generate_batched", 2),  # round 0: prompts are written, answers are not
         (answers.StoreWriter, "append", 3),
         (answers.StoreWriter, "flush", 2),  # round 1 is complete but for its shard
-        (answers._Job, "_answer", 2),  # in round 2
+        (answer_rounds.Rounds, "_answer", 2),  # in round 2
         (answers.StoreWriter, "finish", 1),
     ]:
         with monkeypatch.context() as patch:
@@ -182,13 +182,13 @@ def test_ctrl_c_in_a_later_turn_leaves_no_half_round(target, tmp_path, monkeypat
     settings = SETTINGS._replace(max_length=96)
     whole = write_answers(target, asked, False, settings, Amount(), tmp_path / "whole")
 
-    def interrupted(job, conversations, prompts, contexts, turn, bar, real=answers._Job._answer):
+    def interrupted(job, conversations, prompts, contexts, turn, bar, real=answer_rounds.Rounds._answer):
         if turn:
             raise KeyboardInterrupt
         yield from real(job, conversations, prompts, contexts, turn, bar)
 
     with monkeypatch.context() as patch:
-        patch.setattr(answers._Job, "_answer", interrupted)
+        patch.setattr(answer_rounds.Rounds, "_answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_answers(target, asked, False, settings, Amount(), tmp_path / "stopped")
     assert content(write_answers(target, asked, False, settings, Amount(), tmp_path / "stopped")) == content(whole)
@@ -200,10 +200,10 @@ class Clock:
     def __init__(self, monkeypatch, stop_before=None):
         self.now, self.rounds, self.stop_before = 0.0, [], stop_before
         monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(answers._Job, "round", lambda job, number, bar: self.round(job, number, bar))
-        monkeypatch.setattr(answers._Job, "_write_prompts", self.prompts)
+        monkeypatch.setattr(answer_rounds.Rounds, "round", lambda job, number, bar: self.round(job, number, bar))
+        monkeypatch.setattr(answer_rounds.Rounds, "_write_prompts", self.prompts)
 
-    def round(self, job, number, bar, real=answers._Job.round):
+    def round(self, job, number, bar, real=answer_rounds.Rounds.round):
         if number == self.stop_before:
             raise KeyboardInterrupt
         self.rounds.append(number)
@@ -212,7 +212,7 @@ class Clock:
 
     @staticmethod
     def prompts(job, numbers, bar):
-        return [answers._Conversation(n, [f"How many apples and {n}?"]) for n in numbers]
+        return [answer_rounds.Conversation(n, [f"How many apples and {n}?"]) for n in numbers]
 
 
 QUICK = SETTINGS._replace(batch_size=1, max_new_tokens=2)  # four prompts a round
@@ -413,3 +413,99 @@ def test_a_finished_store_is_read_without_its_lock(target, tmp_path):
     with answers.StoreWriter(tmp_path, store.fingerprint):
         again = write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
     assert content(again) == content(Store(Path(tmp_path)))
+
+
+def harm(path, how):
+    content = path.read_bytes()
+    match how:
+        case "truncated":
+            path.write_bytes(content[:-7])
+        case "corrupted":
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case _:
+            path.unlink()
+
+
+MIXED = [*questions(4), user("How many boats are in the river?", "How many doors are in the tower?")]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("how", ["truncated", "corrupted", "missing"])
+def test_damaged_shards_are_named_and_written_again(how, finished, target, tmp_path, monkeypatch, capsys):
+    """Two of three rounds, the first of several turns, with hidden states: each knows what the rounds before it asked."""
+    settings = SETTINGS._replace(keep_hidden=True, max_length=96, batch_size=2)
+
+    def work():
+        return write_answers(target, MIXED, True, settings, SELF, tmp_path)
+
+    if finished:
+        whole = content(work())
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(answers.StoreWriter, "finish", lambda writer: pytest.fail("stopped before"))
+            with pytest.raises(pytest.fail.Exception):
+                work()
+        whole = content(Store(tmp_path))
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) >= 3
+    for shard in shards[:2]:
+        harm(shard, how)
+    capsys.readouterr()
+    mended = work()
+    said = capsys.readouterr().out
+    for shard in shards[:2]:
+        assert f"answers: {shard} is {how}" in said
+    assert content(mended) == whole
+    assert mended.complete
+    assert not mended.damaged()
+    expected = target.model.base_model(input_ids=mended[0].input_ids[None]).last_hidden_state
+    found = mended[0].arrays["hidden"].float()
+    torch.testing.assert_close(found, expected[0, mended[0].prompt_length - 1 : -1], rtol=2e-3, atol=2e-3)
+
+
+def test_a_round_that_comes_back_different_is_written_anew_with_all_after_it(target, tmp_path, monkeypatch, capsys):
+    """As where the target's own prompts end elsewhere on another machine."""
+    settings = SETTINGS._replace(batch_size=2)
+    whole = content(write_answers(target, MIXED[:4], True, settings, SELF, tmp_path))
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    harm(shards[1], "corrupted")
+    real, rounds = answer_rounds.Rounds.round, []
+
+    def different(job, number, bar):
+        rounds.append(number)
+        return iter(list(real(job, number, bar))[:-1] if len(rounds) == 1 else real(job, number, bar))
+
+    monkeypatch.setattr(answer_rounds.Rounds, "round", different)
+    store = write_answers(target, MIXED[:4], True, settings, SELF, tmp_path)
+    assert rounds == [1, *range(1, len(shards))]
+    assert content(store) == whole
+    assert not store.damaged()
+    assert f"{shards[1]} came back different; it and what follows it are written anew" in capsys.readouterr().out
+
+
+def test_the_log_says_what_kept_states_take_before_they_are_written(target, tmp_path, monkeypatch, capsys):
+    size, asked = target.hidden_size, questions(4)
+    for name, way, line in [
+        ("hidden", {"keep_hidden": True}, f"{2 * size} bytes an answer token, at most {28 * 16} of them, 0 MiB"),
+        ("states", {"keep_states": (1, 3)}, f"{4 * size} bytes a token, at most {28 * 64:,} of them, 0 MiB"),
+    ]:
+        write_answers(target, asked, True, SETTINGS._replace(**way), SELF, tmp_path / name)
+        said = capsys.readouterr().out
+        assert said.index(f"answers: {line}") < said.index("the target writes and answers prompts")
+    write_answers(target, asked, True, SETTINGS, SELF, tmp_path / "ids")
+    assert " bytes a" not in capsys.readouterr().out
+    Clock(monkeypatch)
+    write_answers(target, [], True, QUICK._replace(keep_hidden=True), Amount(seconds=50.0), tmp_path / "timed")
+    said = capsys.readouterr().out
+    assert f"answers: {2 * size} bytes an answer token, as many as the minutes allow" in said
+    assert f"answers: {2 * size} bytes an answer token, at most {20 * 2} of them" in said
+
+
+def test_answers_of_other_weights_under_the_same_name_are_refused(target, chat_folder, tmp_path):
+    write_answers(target, questions(2), False, SETTINGS, Amount(), tmp_path)
+    other = load_target(str(chat_folder / "model"))
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1.1)
+    with pytest.raises(BadInput, match=r"was made with another weights"):
+        write_answers(other, questions(2), False, SETTINGS, Amount(), tmp_path)

@@ -93,3 +93,12 @@ def test_other_layers_and_layers_that_do_not_exist_are_refused(tiny_llama, tmp_p
         cache_teacher(target, encoded, "states", 0, tmp_path / "states", "data", layers=(2,))
     with pytest.raises(BadInput, match="layer 3 do not exist: the target has 2 layers"):
         cache_teacher(target, encoded, "states", 0, tmp_path / "other", "data", layers=(3,))
+
+
+def test_a_cache_of_other_weights_under_the_same_name_is_refused(tiny_llama, tmp_path):
+    encoded = encoded_set()
+    target, other = (as_target(tiny_llama(seed=seed)) for seed in (0, 1))
+    assert target.name == other.name
+    cache_teacher(target, encoded, "hidden", 0, tmp_path / "hidden", "data")
+    with pytest.raises(BadInput, match="was made with another weights"):
+        cache_teacher(other, encoded, "hidden", 0, tmp_path / "hidden", "data")

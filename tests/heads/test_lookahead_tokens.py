@@ -1,5 +1,6 @@
 """Look-ahead embeddings: guesses that ride along in the verification pass, and embeddings trained for them alone."""
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -227,6 +228,33 @@ def test_a_share_of_the_tokens_estimates_the_same_loss(copying):
         estimates = [float(made[0.3](batch).loss_sum) for _ in range(40)]
     assert abs(sum(estimates) / len(estimates) - exact) < 0.1 * exact
     assert min(estimates) < exact < max(estimates)
+
+
+def test_rows_of_unequal_length_count_as_they_should(tiny_llama):
+    """A row with few labels has most of its tokens taken where a row with many has few: each is scaled by its own share."""
+    target = as_target(tiny_llama(vocab_size=24, layers=2, seed=3))
+    torch.manual_seed(0)
+    embeddings = LookaheadEmbeddings(target, 2)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(24, (length,), generator=generator).tolist() for length in (40, 6)]
+    examples = [Encoded(row, [False] + [True] * (len(row) - 1)) for row in rows]
+    batch = distill_batch(pack(examples, 40, packing=False), torch.device("cpu"))
+    assert len(batch.input_ids) == 2
+    exact, estimated = (
+        LookaheadObjective(embeddings, target, parse_mixture("cross_entropy"), GREEDY, share, 0.8)
+        for share in (1.0, 0.25)
+    )
+    anchors, scale = estimated._anchors(estimated._following(batch))
+    able = (estimated._following(batch) > 0).sum(1)
+    torch.testing.assert_close(scale * (estimated._following(batch).gather(1, anchors) > 0).sum(1), able.float())
+    weights = batch.weights.clone()
+    with torch.no_grad():
+        for row in range(2):  # one row's labels at a time
+            inside = (batch.predictors // 40 == row).float()
+            one = dataclasses.replace(batch, weights=weights * inside)
+            estimates = torch.tensor([float(estimated(one).loss_sum) for _ in range(60)])
+            error = float(estimates.std()) / 60**0.5
+            assert abs(float(estimates.mean()) - float(exact(one).loss_sum)) < 4 * error + 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

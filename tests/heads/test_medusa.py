@@ -7,7 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from draftsmith.data.chats import Encoded
+from draftsmith.data.packing import pack
 from draftsmith.decode.tree_search import tree_from_accuracies
+from draftsmith.distill.batch import distill_batch
 from draftsmith.heads.make import make_heads, save_heads
 from draftsmith.heads.medusa import MedusaTrunk
 from draftsmith.models.target import as_target
@@ -184,7 +187,7 @@ def test_the_loss_is_a_weighted_sum_of_the_heads_own(tiny_llama, lab):
     made = lab.prepared(MedusaDrafter(num_heads=3, head_decay=0.5), as_target(tiny_llama()))
     batch = lab.batch_of([[5, 9, 2, 7, 1, 3, 8, 6]])
     with torch.no_grad():
-        sums = made.objective(batch)
+        sums = made.objective.eval()(batch)
     parts = [float(sums.metrics[f"heads/{k}/loss"][0]) for k in range(3)]
     assert float(sums.loss_sum) == pytest.approx(parts[0] + 0.5 * parts[1] + 0.25 * parts[2], rel=1e-5)
     assert sums.count == batch.supervised == 7
@@ -216,3 +219,36 @@ def test_a_tree_from_measured_accuracies_takes_more_than_a_chain(tiny_llama, lab
     tree = speculative_generate(target, made.drafter, ids, tree=layout.paths, **settings)
     assert tree.tokens.tolist() == chain.tokens.tolist()
     assert (tree.stats.block_efficiency or 0) > (chain.stats.block_efficiency or 0) > 1
+
+
+def test_nothing_is_guessed_across_an_answers_ends(tiny_llama, lab):
+    """Two answers in a chat, with a user's turn between them: as EAGLE does, and as decoding will."""
+    made = lab.prepared(MedusaDrafter(num_heads=3), as_target(tiny_llama()))
+    mask = [False, True, True, False, True, True, True, True]
+    batch = distill_batch(pack([Encoded(list(range(8)), mask)], 8), torch.device("cpu"))
+    assert batch.labels.tolist() == [1, 2, 4, 5, 6, 7]
+    found = [
+        list(zip(batch.labels[sources].tolist(), batch.labels[labels].tolist(), strict=True))
+        for sources, labels in made.objective.pairs(batch)
+    ]
+    assert found == [[(1, 2), (4, 5), (5, 6), (6, 7)], [(4, 6), (5, 7)], [(4, 7)]]
+
+
+def test_accuracies_are_those_of_the_training_alone(tiny_llama, lab):
+    """Of the steps that are measured, whatever passes there were before the first one, whatever a step is made of."""
+    target = as_target(tiny_llama(layers=2, seed=3))
+    batches = [lab.batch_of([row]) for row in lab.greedy_rows(target, 4, 12)]
+    found = []
+    for passes in (0, 3):
+        objective = lab.prepared(MedusaDrafter(num_heads=2), target).objective.train()
+        for _ in range(passes):  # as the steps that are timed for a budget
+            objective.begin_step(32, 100)
+            objective(batches[0])
+        measured = []
+        for step in range(40):
+            objective.begin_step(step, 40)
+            measured += [step for batch in batches[step % 2 :: 2] if objective(batch).metrics]
+        assert measured == [0, 0, 32, 32, 39, 39]
+        found.append(objective.accuracies)
+    assert found[0] == found[1]
+    assert found[0] is not None

@@ -1,6 +1,8 @@
 """Folders are written whole or not at all."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from draftsmith.errors import BadInput
 from draftsmith.models.folder import check_files, hash_files, read_manifest, write_manifest, written_whole
@@ -51,3 +53,18 @@ def test_manifest_round_trip_and_hashes(tmp_path):
     (tmp_path / "more.safetensors").write_bytes(b"1")
     with pytest.raises(BadInput, match=r"more\.safetensors: damaged or changed"):
         check_files(tmp_path, hashes)
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, small_disk):
+    folder = tmp_path / "final"
+    with written_whole(folder) as partial:
+        (partial / "x").write_text("1")
+
+    def write():
+        with written_whole(folder) as partial:
+            save_file({"weight": torch.zeros(1000)}, partial / "model.safetensors")
+
+    with small_disk(500), pytest.raises(BadInput, match=r"final: cannot be written: \S"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (folder / "x").read_text() == "1"

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditional
 
 from draftsmith.errors import BadInput
 from draftsmith.models import loading
-from draftsmith.models.target import as_target, in_dtype, load_target
+from draftsmith.models.target import as_target, in_dtype, load_target, without_contents
 
 
 @pytest.fixture
@@ -192,3 +192,15 @@ def test_a_model_with_packed_weights_is_not_copied(tiny_llama):
     layer.__dict__["forward"] = layer.forward
     with pytest.raises(ValueError, match="unpack it"):
         in_dtype(target, torch.bfloat16)
+
+
+def test_a_target_without_contents_has_all_the_shapes_and_shares_nothing(tiny_llama):
+    target = as_target(tiny_llama())
+    empty: Any = without_contents(target)
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in target.model.state_dict().items()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in empty.model.state_dict().items()} == shapes
+    assert empty.device.type == "meta"
+    assert all(buffer.is_meta for buffer in empty.model.buffers())
+    assert empty.model.get_output_embeddings().weight is empty.model.get_input_embeddings().weight, "tied as it was"
+    assert (empty.vocab_size, empty.num_layers) == (target.vocab_size, target.num_layers)
+    assert target.device.type == "cpu"

@@ -11,14 +11,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.errors import BadInput
-from draftsmith.models.draft_lm import cut_vocabulary
-from draftsmith.models.target import as_target
 from draftsmith.models.vocabulary import (
     check_same_tokenizer,
     choose_vocabulary,
     count_tokens,
     d2t,
-    shared_ids,
     t2d,
     tokenizer_hash,
 )
@@ -72,12 +69,6 @@ def test_differences_are_named(tokenizer_factory):
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     check_same_tokenizer(tokenizer, split_digits)  # the ids mean the same
-
-
-def test_padded_embeddings_share_the_smaller_number_of_ids(tiny_llama):
-    target, drafter = tiny_llama(vocab_size=64), tiny_llama(vocab_size=72)
-    assert shared_ids(target, drafter) == shared_ids(as_target(target), drafter) == 64
-    assert shared_ids(cut_vocabulary(drafter, torch.tensor([1, 70])), target) == 64
 
 
 @given(st.data())

@@ -1,4 +1,3 @@
-import errno
 import json
 import shutil
 
@@ -116,17 +115,36 @@ def test_folders_that_are_no_checkpoints_are_left_alone(saved) -> None:
     assert names(saved) == ["step_000002", "step_000004", "step_000006"]
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_checkpoint(engine, toy, tmp_path, monkeypatch) -> None:
-    def full(*arguments, **keywords):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "_write_manifest", full)
-    with pytest.raises(BadInput, match=r"step_000001: cannot write the checkpoint: No space left on device"):
+@pytest.mark.parametrize("filled_by", ["trainee.safetensors", "optimizer.pt", "manifest.json"])
+def test_a_full_disk_is_one_line_and_leaves_no_checkpoint(
+    filled_by, engine, toy, tmp_path, small_disk, monkeypatch
+) -> None:
+    """Each in its own writer: safetensors, torch, and plain text."""
+    engine.forward_backward(next(toy.ToySteps())[0], 1.0, last=True)
+    engine.step(0.1)
+    whole = checkpoint.save(tmp_path / "whole", 1, engine, {"steps": toy.ToySteps()}, keep=1)
+    sizes = {path.name: path.stat().st_size for path in whole.iterdir()}
+    if filled_by == "manifest.json":
+        monkeypatch.setattr(checkpoint, "FORMAT", "x" * 10 * max(sizes.values()))
+        sizes[filled_by] = 10 * max(sizes.values())
+    assert sizes["trainee.safetensors"] < sizes["optimizer.pt"]
+    reason = r"step_000001: cannot write the checkpoint: \S"
+    with small_disk(sizes[filled_by] - 1), pytest.raises(BadInput, match=reason) as refused:
         checkpoint.save(tmp_path, 1, engine, {"steps": toy.ToySteps()}, keep=1)
+    assert len(str(refused.value).splitlines()) == 1
     assert names(tmp_path) == []
     monkeypatch.undo()
     checkpoint.save(tmp_path, 1, engine, {"steps": toy.ToySteps()}, keep=1)
     assert not list(tmp_path.glob(".partial*"))
+
+
+def test_an_error_that_is_not_the_disks_is_no_bad_input(engine, toy, tmp_path, monkeypatch) -> None:
+    def broken(*arguments):
+        raise RuntimeError("a collective failed")
+
+    monkeypatch.setattr(checkpoint, "_write_manifest", broken)
+    with pytest.raises(RuntimeError, match="a collective failed"):
+        checkpoint.save(tmp_path, 1, engine, {"steps": toy.ToySteps()}, keep=1)
 
 
 def test_a_checkpoint_of_other_processes_engines_or_states_is_refused(engine, toy, saved) -> None:

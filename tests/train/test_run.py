@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.store_writer import StoreWriter
-from draftsmith.distill import answers
+from draftsmith.distill import answer_rounds
 from draftsmith.distill.steps import DistillSteps
 from draftsmith.errors import BadInput
 from draftsmith.eval.options import EvalOptions
@@ -261,7 +261,7 @@ def killed_at(monkeypatch, owner, name, number, work):
 def test_a_run_killed_at_every_stage_ends_with_the_same_weights_bit_for_bit(start, whole, monkeypatch):
     for number, (owner, name, call) in enumerate(
         [
-            (answers._Job, "_answer", 2),
+            (answer_rounds.Rounds, "_answer", 2),
             (StoreWriter, "finish", 1),
             (run, "HeldOut", 1),
             (DistillSteps, "__next__", 3),  # before the first checkpoint

@@ -1,6 +1,7 @@
 """From a recipe to heads on the target: trained, resumed, saved, evaluated, with whatever cache."""
 
 import hashlib
+import json
 
 import pytest
 import torch
@@ -130,8 +131,16 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(case, start, monkeypatch)
         start(drafter, data, "broken")
     monkeypatch.undo()
     broken = start(drafter, data, "broken", resume=True)
-    losses = [[(record["step"], record["loss"]) for record in records(folder, "train")] for folder in (whole, broken)]
-    assert losses[0] == losses[1]
+    curves = [
+        [
+            {k: v for k, v in record.items() if k not in ("seconds", "tokens_per_second")}
+            for record in records(folder, "train")
+        ]
+        for folder in (whole, broken)
+    ]
+    assert curves[0] == curves[1], "what is measured, and when, too"
+    configs = [json.loads((folder / "final" / "config.json").read_text()) for folder in (whole, broken)]
+    assert configs[0] == configs[1], "the accuracies that a tree is built from too"
     for name, tensor in load_file(whole / "final" / "model.safetensors").items():
         assert torch.equal(tensor, load_file(broken / "final" / "model.safetensors")[name]), name
 

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from draftsmith.errors import BadInput
 from draftsmith.eval.options import EvalOptions
 from draftsmith.eval.run import evaluate
 from draftsmith.heads import load_drafter
@@ -132,14 +131,12 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(start, monkeypatch, caps
     assert "resuming the search" in capsys.readouterr().out
 
 
-def test_a_budget_in_minutes_becomes_trials_and_one_in_epochs_is_refused(start, capsys):
+def test_a_budget_in_minutes_becomes_trials(start, capsys):
     folder = start(SKIPPING, ANSWERED, "timed", steps=None, minutes=0.05, data_share=0.2, evaluate_share=0.2)
     trials = json.loads((folder / "budget.json").read_text())["steps"]
     assert trials >= 1
     assert 1 <= len(records(folder, "trial")) <= trials
     assert "the search chose" in capsys.readouterr().out
-    with pytest.raises(BadInput, match=r"engine\.epochs: a search has no epochs"):
-        start(SKIPPING, ANSWERED, "epochs", steps=None, epochs=1)
 
 
 def test_what_a_search_found_is_loaded_again(start, chat_folder):

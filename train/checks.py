@@ -1,0 +1,113 @@
+"""What is refused before any data is made, which may take hours: by the recipe alone, then by what the target is."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..data.chats import Encoded
+from ..data.encoded_set import EncodedSet
+from ..distill.chunked import check_temperature
+from ..distill.mixture import parse_mixture
+from ..distill.objective import DraftModelObjective
+from ..errors import BadInput
+from ..eval.run import encode_openings, evaluation_prompts
+from ..heads.build import Trainable, build_trainable, kept_ids
+from ..models.draft_lm import replace_head
+from ..models.target import Target, without_contents
+from ..recipe import BlockwiseDrafter, DrafterInit, DrafterSection, Medusa2Drafter, ModelDrafter, Recipe
+from ..recipe_drafters import trains
+from .data import served_sampling
+from .engine import resolve_precision
+from .zero import zero_config
+
+
+def check_recipe(recipe: Recipe, num_processes: int = 1) -> None:
+    """What the schema cannot say and no model is needed for. Raises BadInput."""
+    mixture = parse_mixture(recipe.objective.loss, recipe.objective.temperature)
+    if recipe.data.cache == "topk" and recipe.objective.rollouts is None:
+        check_temperature(mixture)
+    if "self" in recipe.data.sources and recipe.data.num_self_prompts is None and recipe.engine.minutes is None:
+        raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
+    if not trains(recipe.drafter) and num_processes > 1:
+        raise BadInput(f"drafter.kind: {recipe.drafter.kind} is searched for, not trained: start it in one process")
+    if recipe.engine.deepspeed is not None:
+        zero = zero_config(recipe.engine.deepspeed, precision=recipe.engine.precision, clip=recipe.optimizer.clip)
+        if zero["zero_optimization"]["stage"] == 3 and _changes_target(recipe.drafter):
+            raise BadInput("engine.deepspeed: ZeRO-3 shards what is trained of the target away from it; use stage 2")
+
+
+def _changes_target(drafter: DrafterSection) -> bool:
+    return isinstance(drafter, Medusa2Drafter) or (isinstance(drafter, BlockwiseDrafter) and drafter.train_layers > 0)
+
+
+def check_run(recipe: Recipe, target: Target) -> None:
+    """Build the drafter as the run will, without contents, and read the evaluation prompts.
+
+    Raises:
+        BadInput: the drafter does not fit the target, or a key asks for more than the target has.
+    """
+    prompts = evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit)
+    if target.tokenizer is not None:
+        encode_openings(target, prompts, where="evaluate.prompts")
+    check_dtype(recipe, target.dtype, target.device)
+    build_without_contents(recipe, without_contents(target))
+
+
+def check_dtype(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises BadInput where an optimizer would step in a 16-bit type: only DeepSpeed keeps copies in float32 beside it."""
+    drafter = recipe.drafter
+    if dtype == torch.float32 or not isinstance(drafter, BlockwiseDrafter) or not drafter.train_layers:
+        return
+    precision = resolve_precision(recipe.engine.precision, device)
+    if dtype == torch.bfloat16 and recipe.engine.deepspeed is not None and precision == "bf16":
+        return
+    raise BadInput(
+        f"drafter.train_layers: the target is in {str(dtype).removeprefix('torch.')}, too coarse for an optimizer's small "
+        "steps: set target.dtype to float32 (engine.precision may be bf16)"
+    )
+
+
+class Built(NamedTuple):
+    """A drafter on the meta device, where tensors have shapes and no contents."""
+
+    trainable: Trainable
+    num_scored: int  # ids that it can propose
+
+
+def build_without_contents(recipe: Recipe, target: Target) -> Built:
+    """The drafter of `recipe` for a `target` on the meta device. Nothing is measured: no influences, no frequencies."""
+    served = served_sampling(recipe.evaluate.sampling)
+    with torch.device("meta"):
+        built = build_trainable(_without_measurement(recipe.drafter), recipe.objective, target, _nothing(), served)
+        return Built(built, _cut(built.objective, recipe.drafter, target) or built.num_scored)
+
+
+def _without_measurement(drafter: Any) -> Any:
+    """A drafter of the same shape for whose making nothing has to be computed."""
+    if not isinstance(drafter, ModelDrafter):
+        return drafter
+    changes: dict[str, Any] = {"vocabulary": None}
+    if drafter.vocabulary is not None:
+        changes["train_embeddings"] = True  # embeddings and head part only when the head is cut
+    if drafter.init is not None and drafter.init.num_layers is not None:
+        changes["init"] = DrafterInit(layers=list(range(drafter.init.num_layers)))
+    return drafter.model_copy(update=changes)
+
+
+def _cut(objective: nn.Module, drafter: Any, target: Target) -> int | None:
+    """Give a draft model the head of its cut vocabulary; which ids it would keep is not known yet."""
+    if not isinstance(drafter, ModelDrafter) or drafter.vocabulary is None:
+        return None
+    assert isinstance(objective, DraftModelObjective)
+    model, kept = objective.lm.model, len(kept_ids(drafter.vocabulary, target, _nothing()))
+    head: Any = model.get_output_embeddings()
+    replace_head(model, nn.Linear(head.weight.shape[1], kept, bias=head.bias is not None))
+    if not drafter.train_embeddings:
+        model.get_input_embeddings().requires_grad_(False)
+    return kept
+
+
+def _nothing() -> EncodedSet:
+    """A training set in the stead of one that does not exist yet."""
+    return EncodedSet.collect([(0, Encoded([0, 1], [False, True]))])
