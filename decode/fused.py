@@ -155,7 +155,7 @@ class _Passes:
         cos, sin = self.rotary(hidden, position_ids)
         rope = cos.unsqueeze(2), sin.unsqueeze(2)
         groups = self.layers[0].heads // self.layers[0].kv_heads
-        of_kind = masks if isinstance(masks, dict) else dict.fromkeys(self.kinds, masks)
+        of_kind: Any = masks if isinstance(masks, dict) else dict.fromkeys(self.kinds, masks)
         if input_ids.shape[1] > 1:  # of one token, queries that share keys see the same
             of_kind = {kind: mask.repeat(1, 1, groups, 1) for kind, mask in of_kind.items()}
         for layer, kind, cached in zip(self.layers, self.kinds, cache.layers, strict=True):

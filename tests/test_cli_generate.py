@@ -39,6 +39,14 @@ def test_drafted_tokens_are_coloured_and_counted(capsys):
     assert "1 of 4 draft tokens accepted, 1.50 tokens a target pass" in capsys.readouterr().err
 
 
+def test_a_file_gets_the_answer_character_for_character():
+    text = "a\tb\r\n[bold]c\x0b"
+    steps = [SimpleNamespace(tokens=[ord(letter) for letter in text], drafted=[False] * len(text), stats=None)]
+    file = io.StringIO()
+    show(Letters(), steps, Console(file=file, width=5))
+    assert file.getvalue() == text + "\n"
+
+
 def test_a_real_pair_streams_the_targets_own_answer(tmp_path, tiny_llama, tiny_tokenizer, capsys):
     for name, seed in (("target", 0), ("drafter", 0), ("other", 1)):
         tiny_llama(vocab_size=320, seed=seed).save_pretrained(tmp_path / name)

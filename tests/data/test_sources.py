@@ -161,3 +161,23 @@ def test_real_prompt_files(shared_data):
     assert counts["mt_bench"] == 80
     assert counts["spec_bench"] == 480
     assert all(example.has_answer for example in read_examples(shared_data / "corpora" / "oasst_en_chat.jsonl"))
+
+
+@pytest.mark.parametrize("row", [{"turns": ["\ud800"]}, {"text": "a \udfff"}])
+def test_half_a_surrogate_pair_is_no_text(row, tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"turns": ["fine"]}\n' + json.dumps(row) + "\n")
+    with pytest.raises(BadInput, match="line 2: not Unicode"):
+        read_examples(str(path))
+
+
+def test_a_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "closed.jsonl"
+    path.write_text('{"turns": ["fine"]}\n')
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_examples(str(path))

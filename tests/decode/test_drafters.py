@@ -150,3 +150,8 @@ class TestNames:
     def test_drafters_of_chains_take_no_tree(self, name, tiny_llama):
         with pytest.raises(BadInput, match="takes no tree"):
             as_drafter(name, as_target(tiny_llama()), as_layout([2]))
+
+
+def test_a_padding_token_outside_the_vocabulary_is_refused(tiny_llama):
+    with pytest.raises(BadInput, match="pad_id is 64, the target's vocabulary has 64 ids"):
+        speculative_generate(tiny_llama(), "jacobi:pad_id=64", torch.tensor([[1, 2]]))

@@ -1,5 +1,6 @@
 """The loop on tiny random models: greedy output is plain greedy output, sampled output has the target's distribution."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -250,3 +251,39 @@ def test_wrong_names_are_one_line(tiny_llama):
         speculative_generate(target, object(), ids)
     with pytest.raises(BadInput, match="takes no tree"):
         speculative_generate(target, "prompt_lookup", ids, tree=[2, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"temperature": -1.0}, "temperature: -1.0 is out of range"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k: -1 is out of range"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p: 0.0 is out of range"),
+        ({"max_new_tokens": -1}, "max_new_tokens: -1 is out of range"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings, says, tiny_llama):
+    with pytest.raises(BadInput, match=says):
+        speculative_generate(tiny_llama(), None, torch.tensor([[1, 2]]), **settings)
+
+
+def test_the_first_verification_pass_reads_the_prompt_too(tiny_llama, monkeypatch):
+    """Rows of one length: one pass over prompt and draft. A drafter that wants something of the target has it read before."""
+    target, passes = tiny_llama(), []
+    inside = target.forward
+
+    def noted(**inputs):
+        passes.append(inputs["input_ids"].shape[1])
+        return inside(**inputs)
+
+    noted.__signature__ = inspect.signature(inside)
+    monkeypatch.setattr(target, "forward", noted)
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    speculative_generate(target, None, ids, max_new_tokens=2, eos_token_id=[])
+    assert passes == [4, 1]
+    passes.clear()
+    speculative_generate(target, "prompt_lookup", ids, max_new_tokens=1, eos_token_id=[])
+    assert passes == [4]
+    passes.clear()
+    speculative_generate(target, "lookahead", ids, max_new_tokens=1, eos_token_id=[])
+    assert passes[0] == 3

@@ -207,3 +207,35 @@ def test_prompts_that_cannot_be_answered_are_named(run, tmp_path):
     (tmp_path / "answer.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "Hm."}]}) + "\n")
     with pytest.raises(BadInput, match=r"answer\.jsonl: prompt 1: the prompt has no turn"):
         run(prompts=str(tmp_path / "answer.jsonl"))
+
+
+@pytest.mark.parametrize("tree", [[2, 1], "dynamic:num_nodes=5,width=2", "auto"])
+def test_a_baseline_drafts_what_it_can_beside_a_tree(tree, run):
+    drafter, baseline = run(tree=tree, baseline="prompt_lookup", num_speculative_tokens=2)["runs"]
+    assert drafter["tree_nodes"] is not None
+    assert (baseline["tree_nodes"], baseline["num_speculative_tokens"]) == (None, 2)
+    assert baseline["drafted"] > 0
+
+
+def test_a_chain_is_as_long_as_the_drafter_made_it(run, monkeypatch):
+    inside = measure.speculative_generate
+
+    def shorter(*pair, num_speculative_tokens, **rest):
+        return inside(*pair, num_speculative_tokens=min(2, num_speculative_tokens), **rest)
+
+    monkeypatch.setattr(measure, "speculative_generate", shorter)
+    (one,) = run(num_speculative_tokens=3)["runs"]
+    assert one["num_speculative_tokens"] == len(one["conditional_acceptance"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rule": "typical", "rule_options": {"epsilonn": 0.1}}, "did you mean 'epsilon'"),
+        ({"rule": "tolerant", "rule_options": {"top": float("inf")}}, "expected a whole number"),
+        ({"rule": "block", "tree": [2, 1]}, "defined on a chain"),
+    ],
+)
+def test_rules_are_checked_before_anything_is_loaded(options, says):
+    with pytest.raises(BadInput, match=says):
+        EvalOptions(target="nowhere", drafter="nowhere", **options)

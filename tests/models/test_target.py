@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith.errors import BadInput
 from draftsmith.models import loading
@@ -204,3 +215,28 @@ def test_a_target_without_contents_has_all_the_shapes_and_shares_nothing(tiny_ll
     assert empty.model.get_output_embeddings().weight is empty.model.get_input_embeddings().weight, "tied as it was"
     assert (empty.vocab_size, empty.num_layers) == (target.vocab_size, target.num_layers)
     assert target.device.type == "cpu"
+
+
+BY_COLUMN = {
+    "bloom": lambda: BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=32)),
+    "mpt": lambda: MptForCausalLM(MptConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=32)),
+    "gpt_neo": lambda: GPTNeoForCausalLM(
+        GPTNeoConfig(
+            hidden_size=16, num_layers=2, num_heads=2, vocab_size=32, attention_types=[[["global", "local"], 1]]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("family", BY_COLUMN)
+def test_positions_by_column_cannot_verify_drafts(family):
+    with pytest.raises(BadInput, match="by columns of the cache"):
+        as_target(BY_COLUMN[family]())
+
+
+def test_frequencies_that_change_with_length_end_the_context(tiny_llama):
+    model = tiny_llama()
+    limit = as_target(model).context_limit
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    assert limit is not None
+    assert as_target(model).context_limit == 16 < limit
