@@ -29,6 +29,7 @@ from .alpha import Answer, forced_batches
 
 _RANKS = 8  # children of a node that are considered
 _MOST_NODES = 24  # of a tree: beyond that a pass is no longer one over a few tokens
+_CLOSE = 0.97  # of the highest rate: steps are not timed more exactly than this
 _ROUNDS, _STEPS = 3, 12  # in which the best shapes take turns, and timed steps of a turn
 
 
@@ -57,15 +58,22 @@ def choose_tree(
     for levels in range(1, len(acceptance) + 1):
         layouts = [search(acceptance[:levels], nodes) for nodes in range(1, _MOST_NODES + 1)]
         passes = num_passes(levels) if num_passes is not None else levels
-        best = max(layouts, key=lambda layout: _tokens_per_second(layout, acceptance, costs, passes))
+        rates = [_tokens_per_second(layout, acceptance, costs, passes) for layout in layouts]
+        best = layouts[_fastest(rates, [expected_accepted(layout, acceptance) for layout in layouts])]
         if best not in shapes:
             shapes.append(best)
     plain, *seconds = step_seconds(target, drafter, [None, *shapes], typical, sampling)
     tokens = [1 + expected_accepted(shape, acceptance) for shape in shapes]
-    chosen = max(range(len(shapes)), key=lambda i: tokens[i] / seconds[i])
+    chosen = _fastest([emitted / time for emitted, time in zip(tokens, seconds, strict=True)], tokens)
     best, gain = shapes[chosen], tokens[chosen] / seconds[chosen] * plain
     shape = f"{len(best.parents)} nodes, {best.depth} deep"
     return best, f"{shape}, expected {tokens[chosen]:.2f} tokens a pass, {gain:.2f} × plain decoding"
+
+
+def _fastest(rates: Sequence[float], tokens: Sequence[float]) -> int:
+    """The index of the highest rate; of those that come as close as measurements tell apart, the one of most tokens a pass."""
+    close = [i for i, rate in enumerate(rates) if rate >= _CLOSE * max(rates)]
+    return max(close, key=lambda i: tokens[i])
 
 
 def step_seconds(

@@ -74,3 +74,8 @@ def test_a_drafter_that_is_always_right_first_gets_a_chain(tiny_llama):
 def test_a_drafter_without_branches_is_refused(tiny_llama):
     with pytest.raises(BadInput, match="no branches"):
         auto_tree.choose_tree(as_target(tiny_llama()), object(), [Answer([1], [2])], Sampling(0.0), 2)
+
+
+def test_of_shapes_that_are_as_fast_the_one_of_most_tokens_is_taken():
+    assert auto_tree._fastest([1.0, 0.98, 0.99, 0.9], [1.5, 1.9, 1.8, 2.5]) == 1
+    assert auto_tree._fastest([1.0, 0.9], [1.5, 1.9]) == 0
