@@ -53,6 +53,6 @@ def distill_batch(packed: Packed, device: torch.device, teacher: Any = None) -> 
         (rows * length + columns - 1).to(device),
         packed.input_ids[rows, columns].to(device),
         packed.weights[rows, columns].to(device),
-        int((packed.segment_ids >= 0).sum()),
+        sum(place.length for place in packed.placed),  # a filler's tokens belong to no example
         teacher,
     )
