@@ -194,3 +194,10 @@ DrafterSection = Annotated[
     | Annotated[EagleDrafter, Tag("eagle")],
     Discriminator(_kind_of),
 ]
+
+
+def trains(drafter: DrafterSection) -> bool:
+    """Whether a drafter has anything that optimizer steps train; the others are searched for, or are there already."""
+    return not (
+        isinstance(drafter, LayerSkipDrafter) or (isinstance(drafter, EarlyExitDrafter) and drafter.adapter == "none")
+    )
