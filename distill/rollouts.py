@@ -107,23 +107,26 @@ class RolloutBuffer:
         self.position = 0  # of the next prompt in the stream, which goes over the prompts again and again
         self.refilled_at = -1
         self.made_length: float | None = None  # mean tokens of the rollouts that were made last
+        self.owed = 0  # tokens that steps so far had too few, or too many where it is negative
 
     def take(self, step: int) -> list[Rollout]:
-        """Rollouts of about `tokens_per_step` tokens for this step, at least one."""
+        """Rollouts for this step, at least one: about `tokens_per_step` tokens, and as many a step over a run."""
         if self.refilled_at < 0 or step - self.refilled_at > self.staleness:
             self._refill(step)
-        wanted = self.tokens_per_step
+        wanted = self.tokens_per_step + self.owed
+        share = wanted
         if not self.replay:  # what there is has to do until the next refill
-            steps_left = self.staleness + 1 - (step - self.refilled_at)
-            wanted = min(wanted, sum(map(_length, self.rollouts)) / steps_left)
+            share = min(wanted, sum(map(_length, self.rollouts)) / (self.staleness + 1 - (step - self.refilled_at)))
         taken: list[int] = []
         tokens = 0
         for i in torch.randperm(len(self.rollouts), generator=self._generator(step)).tolist():
             length = _length(self.rollouts[i])
-            if taken and tokens + length / 2 > wanted:  # as often too many tokens as too few
+            if taken and tokens + length / 2 > share:
                 break
             taken.append(i)
             tokens += length
+        # Within a step's worth: one endless answer should not starve the steps after it.
+        self.owed = max(-self.tokens_per_step, min(wanted - tokens, self.tokens_per_step))
         chosen = [self.rollouts[i] for i in taken]
         if not self.replay:
             used = set(taken)
@@ -133,7 +136,7 @@ class RolloutBuffer:
     def _refill(self, step: int) -> None:
         # Replayed rollouts serve many steps: the stream brings one step's worth at a time.
         steps = 1 if self.replay else self.staleness + 1
-        count = min(self.size, max(1, round(steps * self.tokens_per_step / self._mean_length())))
+        count = min(self.size, max(1, round((steps * self.tokens_per_step + self.owed) / self._mean_length())))
         made = self.source(self._next_prompts(count), mix(self.seed, self.refills), step)
         self.refills += 1
         self.refilled_at = step
@@ -164,6 +167,7 @@ class RolloutBuffer:
             "position": self.position,
             "refilled_at": self.refilled_at,
             "made_length": self.made_length,
+            "owed": self.owed,
             "rollouts": [
                 {
                     "input_ids": list(rollout.encoded.input_ids),
@@ -179,6 +183,7 @@ class RolloutBuffer:
         """Go on from there."""
         self.refills, self.position = int(state_dict["refills"]), int(state_dict["position"])
         self.refilled_at, self.made_length = int(state_dict["refilled_at"]), state_dict["made_length"]
+        self.owed = int(state_dict["owed"])
         self.rollouts = [
             Rollout(Encoded(list(kept["input_ids"]), list(kept["loss_mask"])), kept["hidden"], int(kept["born"]))
             for kept in state_dict["rollouts"]
