@@ -221,7 +221,7 @@ class Recipe(Section):
             raise ValueError(f"objective.rollouts: nothing of this {kind} drafter is trained: leave rollouts out")
         if rollouts.source == "drafter" and kind != "model":
             raise ValueError(
-                f"objective.rollouts.source: a {kind} drafter writes no text of its own: set online, or leave rollouts out"
+                f"objective.rollouts.source: drafters of kind {kind} write no text of their own: set online, or leave it out"
             )
         if self.engine.shards_parameters:
             raise ValueError("objective.rollouts: a drafter sharded by ZeRO-3 cannot decode: set stage 2 or less")

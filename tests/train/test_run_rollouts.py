@@ -287,12 +287,12 @@ REFUSED = {
         {},
         "nothing of this early_exit drafter is trained",
     ),
-    "heads": (ON_POLICY, {"kind": "medusa"}, {}, "rollouts.source: a medusa drafter writes no text of its own"),
+    "heads": (ON_POLICY, {"kind": "medusa"}, {}, "rollouts.source: drafters of kind medusa write no text of their own"),
     "exit": (
         ON_POLICY,
         {"kind": "early_exit", "exit_layer": 1},
         {},
-        "rollouts.source: a early_exit drafter writes no text of its own",
+        "rollouts.source: drafters of kind early_exit write no text of their own",
     ),
     "sharded": (
         ON_POLICY,
