@@ -39,7 +39,7 @@ def test_student_and_teacher_read_the_positions_of_an_unpadded_pass(family, requ
     """Prompts of unequal length side by side, some past the sliding windows: what the student writes is what it says of the
     text alone, and what the teacher says of its words is what it says of the text alone."""
     make = request.getfixturevalue(family)
-    target, lm = as_target(make(layers=3)), DraftLM(make(layers=2, seed=5))
+    target, lm = as_target(make(layers=3)), DraftLM(make(layers=2, seed=5)).eval()
     prompts = prompts_of((3, 17, 1, 9, 5))
     buffer = RolloutBuffer(
         answers(lm, target), prompts, tokens_per_step=10_000, staleness=0, size=5, replay=False, seed=1
