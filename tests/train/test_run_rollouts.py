@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from draftsmith.recipe_io import load_recipe
 from draftsmith.train import run
 from draftsmith.train.data import TrainingData, served_sampling
 from draftsmith.train.dry_run import dry_run
+from draftsmith.train.engine import Engine
 from draftsmith.train.logs import read_metrics
 from draftsmith.train.run import train
 from draftsmith.train.steps import answerable, build_steps
@@ -240,9 +240,12 @@ def builder(target, rollouts, drafter, documents):
     served = served_sampling(recipe.evaluate.sampling)
     built = build_trainable(recipe.drafter, recipe.objective, target, encoded, served)
 
+    class FirstOf(Engine):
+        def __init__(self, world_size):
+            self.rank, self.world_size, self.device = 0, world_size, torch.device("cpu")
+
     def build(world_size):
-        engine = SimpleNamespace(rank=0, world_size=world_size, device=torch.device("cpu"))
-        return build_steps(recipe, target, TrainingData(encoded, None), engine, built)  # type: ignore[arg-type]
+        return build_steps(recipe, target, TrainingData(encoded, None), FirstOf(world_size), built)
 
     return build
 
