@@ -1,6 +1,6 @@
 """Does a drafter that learns from what it serves get better while it serves? A section of docs/results.md.
 
-    python bench/online.py                              `make results-online`: about ten minutes on one CPU core
+    python bench/online.py                              `make results-online`: about twelve minutes on one CPU core
     python bench/online.py --drafter runs/distill_smollm2/final        go on from a trained drafter
     python bench/online.py --steps 12 --prompts-limit 24               a first look
 
@@ -69,9 +69,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafter", metavar="FOLDER", help="a draft model to go on from; else the recipe's own start")
     parser.add_argument("--prompts", default="shipped", help="prompts: shipped, a file or a `datasets` id")
     parser.add_argument("--prompts-limit", type=int, default=480)
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=140, help="optimizer steps")
     parser.add_argument("--tokens-per-step", type=int, default=512)
-    parser.add_argument("--staleness", type=int, default=1, help="steps that pass before more prompts are served")
+    parser.add_argument("--staleness", type=int, default=3, help="steps that pass before more prompts are served")
     parser.add_argument("--buffer", type=int, default=256, help="served sequences that are learned from again")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="of what is served")
