@@ -171,6 +171,7 @@ def test_what_is_served_is_what_decoding_gives_however_many_are_served_at_once(t
     online.source.batch_size = 64
     for one, other in zip(made, online.source(online.prompts, seed=9, step=2), strict=True):
         assert (one.encoded, one.born) == (other.encoded, 2)
+        assert isinstance(one.hidden, torch.Tensor)
         assert one.hidden.dtype == torch.float16
         torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-2, atol=1e-2)
     prompts = pad_rows(online.prompts, online.target)

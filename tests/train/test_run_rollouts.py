@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from draftsmith.data.chats import Encoded
 from draftsmith.data.encoded_set import EncodedSet
+from draftsmith.distill.batch import DistillBatch
 from draftsmith.distill.rollouts import RolloutBuffer
 from draftsmith.distill.steps import RolloutSteps
 from draftsmith.errors import BadInput
@@ -278,6 +279,7 @@ def test_a_target_with_a_short_context_trains_within_it(rollouts, tiny_gpt2):
     ]
     steps = builder(target, rollouts, ONE_LAYER, documents)(1)
     for batch in next(steps):
+        assert isinstance(batch, DistillBatch)
         assert int(batch.position_ids.max()) <= 23
 
 
