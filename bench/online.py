@@ -68,14 +68,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", metavar="FOLDER", help="a draft model to go on from; else the recipe's own start")
     parser.add_argument("--prompts", default="shipped", help="prompts: shipped, a file or a `datasets` id")
-    parser.add_argument("--prompts-limit", type=int, default=480)
-    parser.add_argument("--steps", type=int, default=140, help="optimizer steps")
-    parser.add_argument("--tokens-per-step", type=int, default=512)
-    parser.add_argument("--staleness", type=int, default=3, help="steps that pass before more prompts are served")
-    parser.add_argument("--buffer", type=int, default=256, help="served sequences that are learned from again")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="of an answer")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of what is served")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--prompts-limit", type=int, default=960)
+    parser.add_argument("--steps", type=int, default=72, help="optimizer steps")
+    parser.add_argument("--tokens-per-step", type=int, default=1536)
+    parser.add_argument("--staleness", type=int, default=1, help="steps that pass before more prompts are served")
+    parser.add_argument("--buffer", type=int, default=512, help="served sequences that are learned from again")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of what is served")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--target", default=DEMO_TARGET, help="hub id, folder or .gguf")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--seed", type=int, default=0)
@@ -100,7 +100,7 @@ def overrides(options: argparse.Namespace) -> list[str]:
         f"data.limit={options.prompts_limit}",
         # Rollouts are all there is to learn from. The target's short answers tell which ids a cut vocabulary keeps, and the
         # head is fitted to them.
-        *("data.max_new_tokens=16", "data.generation_batch=32"),
+        *("data.max_new_tokens=8", "data.generation_batch=32"),
         f"objective.rollouts={rollouts}",
         f"optimizer.learning_rate={options.learning_rate}",
         "optimizer.schedule=constant",
