@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TARGET := smollm2-135m-instruct
 # The environment of what draftsmith's distillation is compared with; `bench` compares where it exists.
 TRL ?= .venv-trl
-BENCHES := $(filter-out bench/results.py bench/heads.py bench/gpu_check.py bench/trl_gkd.py bench/_%,$(wildcard bench/*.py))
+BENCHES := $(filter-out bench/results.py bench/heads.py bench/online.py bench/gpu_check.py bench/trl_gkd.py bench/_%,$(wildcard bench/*.py))
 # The evaluation keeps to its share of the budget by its number of prompts; the file's order is balanced over categories.
 LIMIT ?= $(shell awk 'BEGIN { n = int(3 * $(MINUTES)); print (n < 12 ? 12 : n) }')
 
@@ -20,7 +20,7 @@ LIMIT ?= $(shell awk 'BEGIN { n = int(3 * $(MINUTES)); print (n < 12 ? 12 : n) }
 TREE ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check bench bench-trl results results-heads gpu-check clean
+.PHONY: help install demo test lint check bench bench-trl results results-heads results-online gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo 'make bench-trl            distillation side by side with trl (installed into $(TRL))'
 	@echo 'make results              the tables of docs/results.md'
 	@echo 'make results-heads        its table of all kinds of drafters at an equal training budget'
+	@echo 'make results-online       its comparison of a stream that a drafter learns from while it serves it'
 	@echo 'make gpu-check            training, resuming and decoding in bf16 on CUDA'
 	@echo 'make clean                remove the environment and build products; runs/ and downloads stay'
 
@@ -76,6 +77,9 @@ results: install
 
 results-heads: install
 	$(BIN)/python bench/heads.py
+
+results-online: install
+	$(BIN)/python bench/online.py
 
 gpu-check: install
 	$(BIN)/python bench/gpu_check.py

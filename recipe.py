@@ -6,7 +6,7 @@ Every section is a pydantic model with ``extra="forbid"``: an unknown key is an 
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .recipe_drafters import (
     BlockwiseDrafter,
@@ -108,10 +108,10 @@ class RolloutSection(Section):
     """Data made while training: the drafter's own answers, or the served decoder's."""
 
     source: Literal["drafter", "online"]
-    fraction: float = Field(default=1.0, gt=0, le=1)
+    fraction: float = Field(default=1.0, ge=0, le=1)  # of a step's tokens; 0: as if there were no rollouts
     max_new_tokens: int = Field(default=64, ge=1)
     staleness: int = Field(default=0, ge=0)  # steps a rollout may be reused for; 0: fresh every step
-    buffer: int = Field(default=1024, ge=1)  # sequences kept for replay
+    buffer: int = Field(default=1024, ge=1)  # sequences kept, of online ones with what the target said
     sampling: SamplingSection = SamplingSection()
 
 
@@ -122,6 +122,11 @@ class ObjectiveSection(Section):
     temperature: float = Field(default=1.0, gt=0)
     rollouts: RolloutSection | None = None
     chunk_tokens: int = Field(default=512, ge=1)  # supervised positions a chunk of the loss
+
+    @field_validator("rollouts")
+    @classmethod
+    def _none_of_no_share(cls, rollouts: RolloutSection | None) -> RolloutSection | None:
+        return None if rollouts is not None and rollouts.fraction == 0 else rollouts
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -157,6 +162,12 @@ class EngineSection(Section):
     gradient_checkpointing: bool = False
     threads: int | None = Field(default=None, ge=1)
     deepspeed: FreeMapping | None = None
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether DeepSpeed is asked for ZeRO-3."""
+        zero = (self.deepspeed or {}).get("zero_optimization")
+        return isinstance(zero, dict) and zero.get("stage") == 3
 
     @model_validator(mode="after")
     def _one_budget(self) -> "EngineSection":
@@ -219,5 +230,24 @@ class Recipe(Section):
             raise ValueError(
                 f"data.cache: topk keeps no hidden states, which a drafter of kind {self.drafter.kind} reads: "
                 "set hidden or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rollouts_can_be_made(self) -> "Recipe":
+        rollouts, kind = self.objective.rollouts, self.drafter.kind
+        if rollouts is None:
+            return self
+        if not trains(self.drafter):
+            raise ValueError(f"objective.rollouts: nothing of this {kind} drafter is trained: leave rollouts out")
+        if rollouts.source == "drafter" and kind != "model":
+            raise ValueError(
+                f"objective.rollouts.source: drafters of kind {kind} write no text of their own: set online, or leave it out"
+            )
+        if self.engine.shards_parameters:
+            raise ValueError("objective.rollouts: a drafter sharded by ZeRO-3 cannot decode: set stage 2 or less")
+        if self.data.cache == "topk" and rollouts.fraction < 1:
+            raise ValueError(
+                "objective.rollouts: fixed data with a top-k cache cannot be mixed with rollouts: set data.cache to hidden"
             )
         return self

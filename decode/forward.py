@@ -40,7 +40,8 @@ class CachedLM:
         self.pending_depth: Tensor | None = None  # [batch, pending]
         self._begun: list[Tensor] = []  # hidden states of pending tokens after the first layers of `_parts`
         self._parts: TwoParts | None = None
-        self._layers = tuple(config.num_hidden_layers + 1 + i if i < 0 else i for i in hidden_states)
+        self._num_layers = config.num_hidden_layers
+        self._layers = tuple(self._num_layers + 1 + i if i < 0 else i for i in hidden_states)
         self._asked = tuple(hidden_states)
         self._limit = getattr(config, "max_position_embeddings", None)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -172,14 +173,17 @@ class CachedLM:
         assert parts is not None
         if tokens.shape[1] > self.num_pending:
             self.begin(tokens[:, self.num_pending :], parts)
-        if unknown := [layer for layer in self._layers if layer != parts.num_first]:
-            raise ValueError(f"a pass in two parts knows the hidden states between them, not those of layers {unknown}")
+        if unknown := [layer for layer in self._layers if layer not in (parts.num_first, self._num_layers)]:
+            raise ValueError(
+                f"a pass in two parts knows the hidden states between them and the last ones, not those of layers {unknown}"
+            )
         between = torch.cat(self._begun, 1)
         self.num_pending, self._begun = 0, []
         inputs |= self._inputs(tokens, self._place(tokens, None))
         with cached_attention(self.model):
-            out = parts.rest(between, **inputs)
-        return Outputs(out.logits if want_logits else None, dict.fromkeys(self._asked, between))
+            last, logits = parts.rest(between, want_logits, **inputs)
+        states = {parts.num_first: between, self._num_layers: last}
+        return Outputs(logits, {asked: states[layer] for asked, layer in zip(self._asked, self._layers, strict=True)})
 
     def _read_and_feed(self, prompts: Tensor, tokens: Tensor, parents: Tensor | None) -> Outputs:
         """One pass over prompts, which an empty cache keeps, and pending tokens; what it computed for the latter."""

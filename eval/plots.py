@@ -34,6 +34,7 @@ def plots(report: Report) -> list[Plot]:
         expected_speedup,
         verification_cost,
         training,
+        stream,
     )
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # Text is laid out in matplotlib's own font but shown in the reader's, which has the glyph.
@@ -224,6 +225,23 @@ def training(report: Report) -> Plot | None:
     return Plot(
         "Training", "As logged while training.", svg, [(VARIABLES[SERIES[2]], "loss"), (VARIABLES[SERIES[0]], "alpha")]
     )
+
+
+def stream(report: Report) -> Plot | None:
+    """Block efficiency of what an online run served while it trained: batch by batch, and a running mean."""
+    curve: dict[str, Any] = report.get("training") or {}
+    pairs = zip(curve.get("steps", []), curve.get("stream_block_efficiency") or [], strict=False)
+    points = [(step, value) for step, value in pairs if value is not None]
+    if len(points) < 2:
+        return None
+    steps, served = np.array(points, dtype=float).T
+    width = max(1, len(points) // 10)
+    figure, axes = new_axes("training step", "tokens a target pass (τ)")
+    axes.plot(steps, served, ls="", marker="o", ms=2.5, alpha=0.4, color=SERIES[0])
+    axes.plot(steps[width - 1 :], np.convolve(served, np.full(width, 1 / width), "valid"), color=SERIES[0], lw=1.6)
+    axes.margins(y=0.12)
+    caption = f"Dots: the batches of prompts that were served while training. Line: the mean of {width} batches."
+    return Plot("Block efficiency over the stream", caption, to_svg(figure, "stream"), [])
 
 
 def _plot(heading: str, caption: str, figure: Figure, report: Report, runs: list[Run]) -> Plot:

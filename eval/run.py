@@ -159,12 +159,15 @@ def parameters_read(target: Target) -> int:
 
 
 def training_curve(checkpoint: Path) -> dict[str, list[Any]] | None:
-    """Loss and held-out alpha by step, where the drafter's run lies around it; None elsewhere."""
+    """Loss and held-out alpha by step, where the drafter's run lies around it; None elsewhere. Of an online run also the
+    block efficiency of its stream.
+    """
     file = checkpoint.parent / "metrics.jsonl"
     if not checkpoint.is_dir() or not file.is_file():
         return None
     losses: dict[int, float] = {}
     alphas: dict[int, float] = {}
+    served: dict[int, float] = {}
     for line in file.read_text("utf-8").splitlines():
         try:
             record = json.loads(line)
@@ -172,9 +175,12 @@ def training_curve(checkpoint: Path) -> dict[str, list[Any]] | None:
             break
         if record.get("kind") == "train":
             losses[record["step"]] = record["loss"]
+            if "stream_block_efficiency" in record:
+                served[record["step"]] = record["stream_block_efficiency"]
         elif record.get("kind") == "evaluation" and "alpha" in record:
             alphas[record["step"]] = record["alpha"]
     steps = sorted(losses)
-    return (
-        {"steps": steps, "loss": [losses[s] for s in steps], "alpha": [alphas.get(s) for s in steps]} if steps else None
-    )
+    if not steps:
+        return None
+    curve = {"steps": steps, "loss": [losses[s] for s in steps], "alpha": [alphas.get(s) for s in steps]}
+    return {**curve, "stream_block_efficiency": [served.get(s) for s in steps]} if served else curve

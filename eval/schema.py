@@ -154,16 +154,20 @@ class Run(Figures):
 
 
 class TrainingCurve(_Strict):
-    """How training went: loss and alpha (None where it was not measured) after each of `steps`."""
+    """How training went: loss and alpha (None where it was not measured) after each of `steps`; of a run that served prompts
+    while it trained also the block efficiency of what was served for that step.
+    """
 
     steps: list[Count]
     loss: list[Finite | None]
     alpha: list[Rate | None]
+    stream_block_efficiency: list[Finite | None] | None = None
 
     @model_validator(mode="after")
     def _same_length(self) -> "TrainingCurve":
-        if not len(self.steps) == len(self.loss) == len(self.alpha):
-            raise ValueError("steps, loss and alpha differ in length")
+        served = self.steps if self.stream_block_efficiency is None else self.stream_block_efficiency
+        if not len(self.steps) == len(self.loss) == len(self.alpha) == len(served):
+            raise ValueError("the figures of the steps differ in length")
         return self
 
 

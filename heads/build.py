@@ -16,7 +16,7 @@ from ..decode.sampling import Sampling
 from ..distill.batch import DistillBatch
 from ..distill.mixture import parse_mixture
 from ..distill.objective import DraftModelObjective
-from ..distill.teacher import Teacher
+from ..distill.teacher import Teacher, absolute_layer
 from ..errors import BadInput
 from ..models.cut import choose_layers, cut_layers, from_config
 from ..models.draft_lm import DraftLM, cut_vocabulary, load_draft_lm, save_draft_lm
@@ -129,6 +129,20 @@ def cached_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | 
             return tuple(dict.fromkeys((*feature_layers(config, num_layers), num_layers)))
         case _:
             return None
+
+
+def recorded_layers(config: DrafterSection, num_layers: int) -> tuple[int, ...] | None:
+    """The same of what decoding online must record, counted from 0; none of them where nothing recorded is of use: training
+    reads the target itself, or the original of a changed one, which the one that verifies is not.
+    """
+    match config:
+        case Medusa2Drafter() | LookaheadTokensDrafter():
+            return ()
+        case BlockwiseDrafter() if config.train_layers:
+            return ()
+        case _:
+            layers = cached_layers(config, num_layers)
+            return None if layers is None else tuple(dict.fromkeys(absolute_layer(i, num_layers) for i in layers))
 
 
 def _draft_model(config: ModelDrafter, target: Target, encoded: EncodedSet) -> DraftLM:

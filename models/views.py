@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from .cut import layer_list, text_stack
+from .head import split
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
@@ -72,6 +73,7 @@ class TwoParts:
         self.first_model = with_layers(model, [*layers[:num_first], self._end])
         before = [Bypass(sizes[0]) for _ in range(num_first - 1)]
         self._rest_model = with_layers(model, [*before, self._entry, *layers[num_first:]])
+        self._head = split(model)[1]
         self._check(model)
 
     def first(self, **inputs: Any) -> tuple[Float[Tensor, "rows length hidden"], Float[Tensor, "rows length hidden"]]:
@@ -81,13 +83,18 @@ class TwoParts:
         assert hidden is not None
         return hidden, normed
 
-    def rest(self, hidden: Float[Tensor, "rows length hidden"], **inputs: Any) -> Any:
-        """The model's output from hidden states after the first layers; `inputs` are those of the whole model."""
+    def rest(
+        self, hidden: Float[Tensor, "rows length hidden"], want_logits: bool = True, **inputs: Any
+    ) -> tuple[Float[Tensor, "rows length hidden"], Float[Tensor, "rows length vocab"] | None]:
+        """The last hidden states and the logits (None unless wanted) from hidden states after the first layers; `inputs`
+        are those of the whole model.
+        """
         self._entry.given = hidden
         try:
-            return self._rest_model(**inputs)
+            last = self._rest_model.base_model(**inputs).last_hidden_state
         finally:
             self._entry.given = self._entry.taken = None
+        return last, self._head(last) if want_logits else None
 
     @torch.no_grad()
     def _check(self, model: Any) -> None:
@@ -95,8 +102,8 @@ class TwoParts:
             return
         ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
         inputs = {"input_ids": ids, "use_cache": False}
-        found, expected = self.rest(self.first(**inputs)[0], **inputs).logits.float(), model(**inputs).logits.float()
-        if (found - expected).norm() > 1e-3 * expected.norm():
+        found, expected = self.rest(self.first(**inputs)[0], **inputs)[1], model(**inputs).logits.float()
+        if found is None or (found.float() - expected).norm() > 1e-3 * expected.norm():
             raise BadInput(f"{type(model).__name__}: its layers cannot be run in two parts")
 
 

@@ -99,13 +99,14 @@ def train(
             start, rate = time.perf_counter(), rate_at(plan, step)
             if isinstance(engine.trainee, Staged):
                 engine.trainee.begin_step(step, plan.total_steps)
-            totals = accumulate(engine, next(steps), request)
+            batches = next(steps)
+            measured = getattr(steps, "measured", dict)()  # what making the step's data has shown, if anything
+            totals = accumulate(engine, batches, request, measured)
             check_finite("loss", totals.loss, step + 1, plan)
             norm = engine.step(rate)
             check_finite("norm of the gradient", norm, step + 1, plan)
             step, stop = step + 1, totals.stop
-            measured = getattr(steps, "measured", dict)()  # what making the step's data has shown, if anything
-            log.write("train", step, step_record(totals, norm, rate, time.perf_counter() - start) | measured)
+            log.write("train", step, step_record(totals, norm, rate, time.perf_counter() - start))
             shown_metrics = {name: value for name, value in totals.metrics.items() if "/" not in name}
             bar.advance(1, tokens=totals.tokens, loss=totals.loss, **shown_metrics)
             if stop is not None or step % plan.checkpoint_every == 0 or step == plan.total_steps:
@@ -144,8 +145,15 @@ def rate_at(plan: Plan, step: int) -> float:
     )
 
 
-def accumulate(engine: Engine, micro_batches: Sequence[MicroBatch], request: StopRequest) -> StepTotals:
+def accumulate(
+    engine: Engine,
+    micro_batches: Sequence[MicroBatch],
+    request: StopRequest,
+    measured: Mapping[str, tuple[float, float]] | None = None,
+) -> StepTotals:
     """Forward and backward of one step: leaves the exact gradient of (sum of losses / supervised positions).
+
+    `measured` are this rank's further metrics, as sums and counts.
 
     Ranks may hold different numbers of micro-batches; one with fewer repeats its last with weight zero, since ranks
     must make the same number of backward passes.
@@ -165,7 +173,7 @@ def accumulate(engine: Engine, micro_batches: Sequence[MicroBatch], request: Sto
             own.append(sums)
     tokens = sum(batch.tokens for batch in micro_batches)
     stop = None if request.signal is None else int(request.signal)
-    return combine(engine.gather((pool(own), tokens, stop)), supervised)
+    return combine(engine.gather(({**pool(own), **(measured or {})}, tokens, stop)), supervised)
 
 
 def pool(parts: Sequence[LossSums]) -> dict[str, tuple[float, float]]:

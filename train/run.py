@@ -194,17 +194,21 @@ def _budget(
     held_out: HeldOut | None,
     engine: Engine,
 ) -> Budget:
-    objective = built.objective
+    objective, rollouts = built.objective, recipe.objective.rollouts
 
     def seconds_a_step() -> float:
         say("measuring how long a step and an evaluation take")
         # Small steps differ much in their tokens, and those of a staged objective in what they do: some are timed, as if
         # they lay all over the training.
-        number = 1 if recipe.objective.rollouts else max(2, min(16, _TIMED_TOKENS // recipe.engine.tokens_per_step))
-        state = steps.state_dict()
-        timed_steps = [next(steps) for _ in range(number)]
-        steps.load_state_dict(state)
+        number = 1 if rollouts else max(2, min(16, _TIMED_TOKENS // recipe.engine.tokens_per_step))
+        state, timed_steps = steps.state_dict(), []
 
+        def make() -> None:
+            steps.load_state_dict(state)
+            timed_steps[:] = [next(steps) for _ in range(number)]
+
+        making = timed(make, repeats=2 if rollouts else 1)
+        steps.load_state_dict(state)
         staged: Staged | None = objective if isinstance(objective, Staged) else None
 
         def passes() -> None:
@@ -218,7 +222,9 @@ def _budget(
         # A quarter is kept for what follows the passes: clipping, the optimizer, the log and checkpoints (measured: 17 %
         # of a small drafter's steps, in bf16).
         with engine.as_in_training():
-            return 1.25 * timed(passes, repeats=2) / number
+            each = 1.25 * timed(passes, repeats=2) / number
+        # Rollouts are made anew every so many steps. Of data that lie on disk the reading is within the quarter.
+        return each + making / (rollouts.staleness + 1) if rollouts else each
 
     def seconds_an_evaluation() -> float:
         assert held_out is not None

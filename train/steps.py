@@ -1,19 +1,21 @@
 """From a recipe and its data to the steps that the loop takes, rollouts included."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from ..data.batches import TokenBatches
 from ..data.encoded_set import EncodedSet
+from ..decode.packed import use_backend
 from ..decode.streams import mix
 from ..distill.batch import DistillBatch
 from ..distill.objective import DraftModelObjective
-from ..distill.rollouts import DrafterAnswers, OnlineStream, RolloutBuffer, Source
+from ..distill.online import OnlineStream
+from ..distill.rollouts import DrafterAnswers, RolloutBuffer
 from ..distill.steps import CachedTeacher, DistillSteps, RolloutSteps
 from ..distill.trainee import StepSource
 from ..errors import BadInput
-from ..heads.build import Trainable
+from ..heads.build import Trainable, recorded_layers
 from ..models.target import Target
+from ..progress import say
 from ..recipe import Recipe, RolloutSection
 from .data import TrainingData, served_sampling
 from .engine import Engine
@@ -23,7 +25,7 @@ def build_steps(recipe: Recipe, target: Target, data: TrainingData, engine: Engi
     """The run's steps.
 
     Raises:
-        BadInput: rollouts that this drafter or engine cannot make.
+        BadInput: no prompts to make rollouts of, or fewer than processes.
     """
     rollouts = recipe.objective.rollouts
     share = 1.0 if rollouts is None else 1.0 - rollouts.fraction
@@ -76,51 +78,76 @@ def _with_rollouts(
     built: Trainable,
     fixed: DistillSteps | None,
 ) -> RolloutSteps:
-    if engine.zero_stage == 3:
-        raise BadInput("objective.rollouts: a drafter sharded by ZeRO-3 cannot decode; use stage 2 or less")
-    if data.cached is not None and "top_ids" in data.cached.arrays and fixed is not None:
+    source = _source(recipe, section, target, built)
+    prompts = answerable(prompts_of(data.encoded), source.longest)
+    if len(prompts) < engine.world_size:
         raise BadInput(
-            "objective.rollouts: fixed data with a top-k cache cannot be mixed with rollouts; use cache: hidden"
+            f"objective.rollouts: {len(prompts)} distinct prompts for {engine.world_size} processes, expected one each at least"
         )
-    prompts = prompts_of(data.encoded)
-    tokens = max(1, round(recipe.engine.tokens_per_step * section.fraction / engine.world_size))
-    steps: RolloutSteps
     buffer = RolloutBuffer(
-        _source(recipe, section, target, built, lambda step, served: steps.note_served(step, served)),
+        source,
         prompts[engine.rank :: engine.world_size],
-        tokens_per_step=tokens,
+        tokens_per_step=max(1, round(recipe.engine.tokens_per_step * section.fraction / engine.world_size)),
         staleness=section.staleness,
         size=section.buffer,
         replay=section.source == "online",
         seed=mix(recipe.seed, engine.rank),
+        answer_length=section.max_new_tokens,
     )
     longest = max(map(len, prompts)) + section.max_new_tokens
-    forward = recipe.engine.tokens_per_forward or tokens
-    steps = RolloutSteps(
-        fixed, buffer, length=max(longest, recipe.data.max_length), tokens_per_forward=forward, device=engine.device
+    return RolloutSteps(
+        fixed,
+        buffer,
+        length=max(longest, recipe.data.max_length),
+        tokens_per_forward=recipe.engine.tokens_per_forward,
+        device=engine.device,
     )
-    return steps
 
 
-def _source(
-    recipe: Recipe, section: RolloutSection, target: Target, built: Trainable, served: Callable[[int, float], Any]
-) -> Source:
+def _source(recipe: Recipe, section: RolloutSection, target: Target, built: Trainable) -> DrafterAnswers | OnlineStream:
     sampling = served_sampling(section.sampling)
-    if section.source == "online":
-        return OnlineStream(
-            target,
-            built.drafter,
-            built.objective,
-            sampling,
-            section.max_new_tokens,
-            recipe.evaluate.num_speculative_tokens,
-            served,
+    if section.source == "drafter":
+        assert isinstance(built.objective, DraftModelObjective), "the recipe's schema has refused it"
+        lm = built.objective.lm
+        return DrafterAnswers(lm, target, sampling, section.max_new_tokens, recipe.data.generation_batch)
+    layers = recorded_layers(recipe.drafter, target.num_layers)
+    if layers == ():
+        say(
+            f"online: the target runs a second time over what was served, a {recipe.drafter.kind} drafter has to ask it"
         )
-    if not isinstance(built.objective, DraftModelObjective):
+    else:
+        # It verifies in every step and never changes. Not "auto", which goes by the clock: a resumed run computes the same.
+        use_backend(target.model, "packed")
+    return OnlineStream(
+        target,
+        built.drafter,
+        built.objective,
+        sampling,
+        section.max_new_tokens,
+        recipe.evaluate.num_speculative_tokens,
+        recipe.data.generation_batch,
+        layers,
+    )
+
+
+def answerable(prompts: list[list[int]], longest: int | None) -> list[list[int]]:
+    """Prompts that leave room for an answer in `longest` tokens; says how many do not.
+
+    Raises:
+        BadInput: none does.
+    """
+    if longest is None:
+        return prompts
+    kept = [prompt for prompt in prompts if len(prompt) < longest]
+    if not kept:
         raise BadInput(
-            f"objective.rollouts.source: a {recipe.drafter.kind} drafter writes no text of its own; use online, or none"
+            f"objective.rollouts: no prompt leaves room for an answer in the {longest:,} tokens of the context"
         )
-    return DrafterAnswers(built.objective.lm, target, sampling, section.max_new_tokens, recipe.data.generation_batch)
+    if len(kept) < len(prompts):
+        say(
+            f"{len(prompts) - len(kept):,} prompts leave no room for an answer in {longest:,} tokens: no rollout of them"
+        )
+    return kept
 
 
 def prompts_of(encoded: EncodedSet) -> list[list[int]]:

@@ -19,7 +19,7 @@ def test_finishing_gives_the_logits_and_the_cache_of_one_pass(family, request):
     model = request.getfixturevalue(family)(layers=3)
     parts = TwoParts(model, 2)
     rows = [random_tokens(n, seed=n) for n in (5, 9, 2)]
-    shared, plain = CachedLM(model, 3, hidden_states=[2]), CachedLM(model, 3)
+    shared, plain = CachedLM(model, 3, hidden_states=[2, -1]), CachedLM(model, 3, hidden_states=[-1])
     ids = torch.zeros(3, 9, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
@@ -31,6 +31,7 @@ def test_finishing_gives_the_logits_and_the_cache_of_one_pass(family, request):
         pieces = [shared.begin(fed[:, i : i + 1], parts)[0] for i in range(begun)]
         out, expected = shared.feed(fed), plain.feed(fed)
         torch.testing.assert_close(out.logits, expected.logits, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(out.hidden_states[-1], expected.hidden_states[-1], atol=2e-5, rtol=1e-4)
         if pieces:
             assert torch.equal(out.hidden_states[2][:, :begun], torch.cat(pieces, 1))
         counts = [(step + i) % 5 for i in range(3)]
@@ -55,10 +56,10 @@ def test_what_was_begun_can_be_forgotten(tiny_llama):
     torch.testing.assert_close(out.logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_only_the_hidden_states_between_the_parts_are_known(tiny_llama):
+def test_only_the_hidden_states_between_the_parts_and_the_last_are_known(tiny_llama):
     model = tiny_llama(layers=3)
-    lm = CachedLM(model, 1, hidden_states=[-1])
+    lm = CachedLM(model, 1, hidden_states=[2, 1])
     lm.prefill(torch.tensor([[5]]), [1])
     lm.begin(torch.tensor([[8]]), TwoParts(model, 1))
-    with pytest.raises(ValueError, match=r"layers \[3\]"):
+    with pytest.raises(ValueError, match=r"layers \[2\]"):
         lm.feed(torch.tensor([[8]]))

@@ -224,3 +224,15 @@ def test_the_headline_tells_a_tree_from_a_chain(make_report, decoded_run):
     tree = Page(render(make_report(runs=[decoded_run(tree_nodes=6, passes_per_step=2)]))).text
     assert "With a tree of 6 draft tokens, 2 deep, every pass" in tree
     assert "of its levels are accepted" in tree
+
+
+def test_a_stream_that_was_served_while_training_is_drawn(make_report):
+    curve = {"steps": [1, 2, 3, 4], "loss": [3.0, 2.0, 2.0, 1.0], "alpha": [None, None, None, 0.2]}
+    served = {**curve, "stream_block_efficiency": [1.2, None, 1.5, 1.6]}
+    drawn = {plot.title: plot for plot in plots(make_report(training=served))}
+    assert "Block efficiency over the stream" in drawn
+    assert "tokens a target pass" in drawn["Block efficiency over the stream"].svg
+    for other in (curve, {**curve, "stream_block_efficiency": [1.2, None, None, None]}):
+        assert "Block efficiency over the stream" not in {plot.title for plot in plots(make_report(training=other))}
+    with pytest.raises(ValueError, match="differ in length"):
+        make_report(training={**curve, "stream_block_efficiency": [1.2]})
