@@ -21,6 +21,7 @@ from ..data.store import (
 )
 from ..data.store_writer import StoreWriter
 from ..errors import BadInput
+from ..models.native import release_freed_memory
 from ..models.target import Target
 from ..progress import say, stage
 from .answer_rounds import Amount, AnswerSettings, Rounds
@@ -88,6 +89,7 @@ def _write_rounds(job: Rounds, writer: StoreWriter, plan_file: Path) -> None:
             for sequence in list(job.round(number, bar)):
                 writer.append(sequence)
             writer.flush()
+            release_freed_memory()
             number += 1
             seconds.append(time.monotonic() - start)
             if planned is None and number >= 2:

@@ -1,5 +1,7 @@
-"""What a device computes by itself rather than step by step in software."""
+"""What a device computes by itself rather than step by step in software, and the host's memory."""
 
+import ctypes
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,16 @@ def quick_dtype(loaded: torch.dtype, device: torch.device) -> torch.dtype:
     """
     quicker = loaded == torch.float32 and device.type == "cpu" and fast_bf16(device)
     return torch.bfloat16 if quicker else loaded
+
+
+def release_freed_memory() -> None:
+    """Give freed memory back to the system (glibc; elsewhere nothing happens).
+
+    Caches that grow with what is generated leave holes of every size behind, which the allocator keeps: measured, 5 of
+    7.5 GB after nine minutes.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _capabilities() -> Mapping[str, Any]:
