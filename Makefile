@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install
-	$(BIN)/draftsmith train distill_smollm2 engine.minutes=$(MINUTES) output=$(DEMO) --resume
+	$(BIN)/draftsmith train distill_smollm2 engine.minutes=$(MINUTES) evaluate.limit=$(LIMIT) output=$(DEMO) --resume
 	$(BIN)/draftsmith eval $(TARGET) $(DEMO)/final --untrained $(DEMO)/start --prompts shipped --limit $(LIMIT) \
 		--tree '$(TREE)' --drafter-dtype auto --max-new-tokens 48 --out $(DEMO)/report
 	@echo
