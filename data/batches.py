@@ -154,9 +154,7 @@ class TokenBatches:
         return batches
 
     def _pack(self, rows: list[list[int]]) -> Packed:
-        packed = [[(i, self.encoded[i]) for i in row] for row in rows]
-        widest = max(sum(len(encoded.input_ids) for _, encoded in row) for row in packed)
-        return pack_rows(packed, self.pad_id, padded_width(widest))
+        return pack_rows([[(i, self.encoded[i]) for i in row] for row in rows], self.pad_id, padded=True)
 
     def _filler(self, example: int) -> Packed:
         """One row that teaches nothing: ranks must run equally many passes for their collectives to meet."""

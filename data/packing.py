@@ -68,11 +68,10 @@ def padded_width(width: int) -> int:
     return -(-width // _WIDTHS) * _WIDTHS
 
 
-def pack_rows(rows: Sequence[Sequence[tuple[int, Encoded]]], pad_id: int = 0, width: int | None = None) -> Packed:
-    """Lay out (example number, encoded) pairs as given, rows `width` wide (None: as the fullest one)."""
-    if width is None:
-        width = max(sum(len(encoded.input_ids) for _, encoded in row) for row in rows)
-    shape = (len(rows), width)
+def pack_rows(rows: Sequence[Sequence[tuple[int, Encoded]]], pad_id: int = 0, padded: bool = False) -> Packed:
+    """Lay out (example number, encoded) pairs as given, rows as wide as the fullest one, or its :func:`padded_width`."""
+    width = max(sum(len(encoded.input_ids) for _, encoded in row) for row in rows)
+    shape = (len(rows), padded_width(width) if padded else width)
     input_ids = torch.full(shape, pad_id, dtype=torch.long)
     position_ids = torch.zeros(shape, dtype=torch.long)
     segment_ids = torch.full(shape, -1, dtype=torch.long)
