@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/draftsmith train distill_smollm2 engine.minutes=$(MINUTES) evaluate.limit=$(LIMIT) output=$(DEMO) --resume
 	$(BIN)/draftsmith eval $(TARGET) $(DEMO)/final --untrained $(DEMO)/start --prompts shipped --limit $(LIMIT) \
-		--tree '$(TREE)' --drafter-dtype auto --max-new-tokens 48 --out $(DEMO)/report
+		--tree '$(TREE)' --drafter-dtype auto --max-new-tokens 40 --out $(DEMO)/report
 	@echo
 	@echo 'The report: $(DEMO)/report/report.html (the numbers: $(DEMO)/report/report.json)'
 

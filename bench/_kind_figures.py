@@ -208,7 +208,7 @@ def _decoded(
     time_steps(options, target, prompts, [contestant])
     if nodes is None:
         said = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
-        teacher_force(options, target, contestant, said)
+        teacher_force(options, target, [contestant], said)
     figures = without_nan(run_figures(record, settings.seed))
     return {key: value for key, value in figures.items() if key not in ("categories", "prompts")}
 

@@ -3,7 +3,7 @@
 The training log and the report call the same function with the same transforms, so that the one predicts the other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,9 @@ class TeacherForced(NamedTuple):
     agreement: Float[Tensor, "tokens"]
 
 
+_NOTHING = TeacherForced(torch.zeros(0), torch.zeros(0))  # of an answer without tokens
+
+
 class ForcedBatch(NamedTuple):
     """Answers side by side, and what the target made of them."""
 
@@ -52,8 +55,27 @@ def teacher_forced(target: Target, drafter: Any, answers: Sequence[Answer], samp
 
     `drafter` needs ``teacher_forced_hidden`` and ``first_token_logits`` (see the ``Drafter`` protocol).
     """
-    layers = list(wants(drafter).get("hidden_states", ()))
-    return score(target, drafter, forced_batches(target, answers, layers), len(answers), sampling)
+    return teacher_forced_each(target, [drafter], answers, sampling)[0]
+
+
+def teacher_forced_each(
+    target: Target,
+    drafters: Sequence[Any],
+    answers: Sequence[Answer],
+    sampling: Sampling,
+    done: Callable[[int], object] = lambda answers: None,
+) -> list[list[TeacherForced]]:
+    """:func:`teacher_forced` of several drafters for one pass of the target; ``done(n)`` is told of n answers scored."""
+    layers = [list(wants(drafter).get("hidden_states", ())) for drafter in drafters]
+    results = [[_NOTHING] * len(answers) for _ in drafters]
+    for batch in forced_batches(target, answers, sorted({layer for some in layers for layer in some})):
+        for drafter, wanted, found in zip(drafters, layers, results, strict=True):
+            own = batch._replace(hidden_states={layer: batch.hidden_states[layer] for layer in wanted})
+            scores = score(target, drafter, [own], len(answers), sampling)
+            for number in batch.numbers:
+                found[number] = scores[number]
+        done(len(batch.numbers))
+    return results
 
 
 @torch.no_grad()
@@ -64,7 +86,7 @@ def score(
     if sampling.temperature == 0:
         sampling = Sampling(temperature=1.0, repetition_penalty=sampling.repetition_penalty)
     head = split(target.model)[1]
-    results = [TeacherForced(torch.zeros(0), torch.zeros(0)) for _ in range(num_answers)]
+    results = [_NOTHING] * num_answers
     for batch in batches:
         hidden = drafter.teacher_forced_hidden(batch.input_ids, batch.attention_mask, batch.hidden_states)
         hidden = hidden.gather(1, batch.positions[..., None].expand(-1, -1, hidden.shape[-1]))

@@ -16,7 +16,7 @@ from ..decode.streams import mix
 from ..models.target import Target
 from ..progress import stage
 from . import cost_model
-from .alpha import Answer, teacher_forced
+from .alpha import Answer, TeacherForced, teacher_forced_each
 from .options import EvalOptions
 from .records import PromptRecord, RunRecord
 
@@ -178,23 +178,38 @@ def _warm_up(
             _decode(options, target, taker, group, _WARM_UP_TOKENS, [0] * size)
 
 
-def teacher_force(options: EvalOptions, target: Target, contestant: Contestant, answers: Sequence[Answer]) -> None:
-    """Alpha over `answers` (plain decoding's) and, where the contestant decoded, at its own step starts."""
-    if not hasattr(contestant.drafter, "first_token_logits"):
-        return
+def teacher_force(
+    options: EvalOptions, target: Target, contestants: Sequence[Contestant], answers: Sequence[Answer]
+) -> None:
+    """Alpha over `answers` (plain decoding's) and, where a contestant decoded, at its own step starts."""
+    able = [contestant for contestant in contestants if hasattr(contestant.drafter, "first_token_logits")]
     sampling = served_sampling(options)
-    records = contestant.record.prompts
-    for record, scores in zip(records, teacher_forced(target, contestant.drafter, answers, sampling), strict=True):
-        record.alpha_sum = scores.alpha.sum().item()
-        record.agreement_sum = scores.agreement.sum().item()
-        record.alpha_positions = len(scores.alpha)
-    if not contestant.answers:
-        return
-    own = [Answer(answer.prompt, tokens) for answer, tokens in zip(answers, contestant.answers, strict=True)]
-    scored = teacher_forced(target, contestant.drafter, own, sampling)
-    for record, starts, scores in zip(records, contestant.step_starts, scored, strict=True):
-        record.step_start_alpha_sum = scores.alpha[starts].sum().item()
-        record.step_start_agreement_sum = scores.agreement[starts].sum().item()
+    others = [_other_answers(contestant, answers) for contestant in able]
+    total = len(answers) + sum(map(len, others))
+    with stage("alpha and agreement on the answers", total, unit="answers") as progress:
+        drafters = [contestant.drafter for contestant in able]
+        found = teacher_forced_each(target, drafters, answers, sampling, progress.advance) if able else []
+        for contestant, scores, other in zip(able, found, others, strict=True):
+            for record, score in zip(contestant.record.prompts, scores, strict=True):
+                record.alpha_sum = score.alpha.sum().item()
+                record.agreement_sum = score.agreement.sum().item()
+                record.alpha_positions = len(score.alpha)
+            if contestant.answers:
+                drafter = [contestant.drafter]
+                own = teacher_forced_each(target, drafter, list(other.values()), sampling, progress.advance)[0]
+                _take_step_starts(contestant, {**dict(enumerate(scores)), **dict(zip(other, own, strict=True))})
+
+
+def _other_answers(contestant: Contestant, answers: Sequence[Answer]) -> dict[int, Answer]:
+    """The contestant's own answers that are not plain decoding's, by the number of the prompt."""
+    pairs = enumerate(zip(answers, contestant.answers, strict=False))
+    return {i: Answer(answer.prompt, own) for i, (answer, own) in pairs if own != answer.tokens}
+
+
+def _take_step_starts(contestant: Contestant, scores: dict[int, TeacherForced]) -> None:
+    for i, (record, starts) in enumerate(zip(contestant.record.prompts, contestant.step_starts, strict=True)):
+        record.step_start_alpha_sum = scores[i].alpha[starts].sum().item()
+        record.step_start_agreement_sum = scores[i].agreement[starts].sum().item()
         record.step_starts = len(starts)
 
 

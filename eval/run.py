@@ -9,6 +9,7 @@ from typing import Any
 
 from ..data.chats import encode_prompt
 from ..data.sources import Example, read_examples, shipped_evaluation
+from ..decode.batched import generate_batched
 from ..decode.dynamic_tree import DynamicTree, as_tree
 from ..decode.length_names import longest
 from ..decode.packed import use_backend, use_backend_of
@@ -27,6 +28,9 @@ from .options import EvalOptions
 from .records import PromptRecord, RunRecord
 from .report import build_report, write_report
 from .table import print_report
+
+# What a tree is chosen on. Drawn answers where greedy ones are measured, or they would be the same ones.
+_CALIBRATION_PROMPTS, _CALIBRATION_TOKENS, _CALIBRATION_TEMPERATURE = 12, 32, 0.5
 
 
 def evaluate(options: EvalOptions) -> dict[str, Any]:
@@ -53,8 +57,8 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     if options.untrained is not None:
         contestants.append(_contestant("start", options.untrained, options, target, examples))
     answers = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
+    teacher_force(options, target, contestants, answers)
     for contestant in contestants:
-        teacher_force(options, target, contestant, answers)
         if options.rule not in LOSSLESS and contestant.answers:
             own = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, contestant.answers, strict=True)]
             add_drift(target, contestant.record.prompts, own, answers)
@@ -78,9 +82,19 @@ def _with_chosen_tree(
     options: EvalOptions, target: Target, prompts: list[list[int]], contestant: Contestant
 ) -> tuple[EvalOptions, str]:
     """The options with the tree that measurement favours, chosen on other answers than those that are measured."""
-    calibration = dataclasses.replace(options, seed=options.seed + 1, max_new_tokens=min(32, options.max_new_tokens))
-    some = prompts[:: max(1, len(prompts) // 12)]
-    answers = [Answer(p, a) for p, a in zip(some, decode_in_turns(calibration, target, some, []), strict=True)]
+    some = prompts[:: max(1, len(prompts) // _CALIBRATION_PROMPTS)]
+    limit = target.context_limit or sys.maxsize
+    say("choosing a tree")
+    served = served_sampling(options)
+    sampling = served._replace(temperature=served.temperature or _CALIBRATION_TEMPERATURE, repetition_penalty=1.0)
+    rows = generate_batched(
+        target,
+        some,
+        max_new_tokens=[min(_CALIBRATION_TOKENS, limit - len(prompt)) for prompt in some],
+        sampling=sampling,
+        seed=options.seed + 1,
+    )
+    answers = [Answer(some[row.index], row.tokens) for row in rows]
     depth = longest(options.num_speculative_tokens)
     layout, words = choose_tree(target, contestant.drafter, answers, served_sampling(options), depth)
     say(f"tree: {words}")

@@ -28,11 +28,13 @@ def fix_budget(
     seconds_a_step: Callable[[], float],
     seconds_an_evaluation: Callable[[], float],
     evaluate_every: int,
+    elapsed: Callable[[], float] = lambda: 0.0,
 ) -> Budget:
     """The number of steps: as noted in `file`, else worked out from the recipe and noted there.
 
     ``steps_in(epochs)`` counts the steps of that many epochs. Under a budget in minutes training gets what data and final
-    evaluation leave, from which the evaluations on the way are taken too.
+    evaluation leave, from which the evaluations on the way are taken too. `elapsed`: seconds since the run began; what went
+    beyond the data's share, a slow machine's loading and measuring too, is taken from training's, down to a quarter of it.
     """
     if file.exists():
         noted = json.loads(file.read_text())
@@ -44,8 +46,9 @@ def fix_budget(
     else:
         assert engine.minutes is not None
         share = 1 - engine.data_share - engine.evaluate_share
-        available = 60 * engine.minutes * share
         each = seconds_a_step() + seconds_an_evaluation() / evaluate_every
+        late = max(0.0, elapsed() - 60 * engine.minutes * engine.data_share)
+        available = max(60 * engine.minutes * share - late, 60 * engine.minutes * share / 4)
         steps = max(1, int(available / each))
         if engine.max_epochs is not None:
             steps = min(steps, max(1, steps_in(engine.max_epochs)))

@@ -1,5 +1,6 @@
 """`draftsmith train`: from a recipe to a drafter. Assembles target, data, drafter and objective, and runs the loop."""
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
@@ -42,7 +43,7 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
     Raises:
         BadInput: whatever is wrong with recipe, data, models or output folder.
     """
-    folder = Path(recipe.output).expanduser()
+    folder, began = Path(recipe.output).expanduser(), time.monotonic()
     engine = start_engine(
         recipe.engine.precision,
         deepspeed=recipe.engine.deepspeed,
@@ -65,7 +66,7 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
         _on_main(engine, partial(check_run, recipe, target))
         data, held_out = _prepare(recipe, target, folder, engine)
         say(f"data: {data.encoded.describe()}")
-        outcome = _run_loop(recipe, target, data, held_out, folder, engine, command)
+        outcome = _run_loop(recipe, target, data, held_out, folder, engine, command, began)
         if record is not None:
             record.finish(step=outcome.step, finished=outcome.finished)
     if outcome.signal is not None:
@@ -95,6 +96,7 @@ def _run_loop(
     folder: Path,
     engine: Engine,
     command: list[str],
+    began: float,
 ) -> loop.Outcome:
     served = served_sampling(recipe.evaluate.sampling)
     seed_all(recipe.seed)  # a drafter with random weights is the same on every rank, and when a run is begun again
@@ -111,7 +113,7 @@ def _run_loop(
     steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
-    fix = partial(_budget, recipe, folder, data, steps, built, held_out, engine)
+    fix = partial(_budget, recipe, folder, data, steps, built, held_out, engine, began)
     budget = engine.share(_on_main(engine, fix))
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
@@ -193,6 +195,7 @@ def _budget(
     built: Trainable,
     held_out: HeldOut | None,
     engine: Engine,
+    began: float,
 ) -> Budget:
     objective, rollouts = built.objective, recipe.objective.rollouts
 
@@ -238,6 +241,7 @@ def _budget(
         seconds_a_step,
         seconds_an_evaluation,
         recipe.evaluate.every,
+        lambda: time.monotonic() - began,
     )
 
 

@@ -53,6 +53,12 @@ def test_nothing_is_measured_where_steps_are_given(tmp_path):
         fix(tmp_path / str(engine), engine, seconds_a_step=broken, seconds_an_evaluation=broken)
 
 
+@pytest.mark.parametrize(("elapsed", "steps"), [(100.0, 150), (300.0, 150), (330.0, 120), (900.0, 37)])
+def test_what_the_data_took_beyond_its_share_is_training_s_loss(elapsed, steps, tmp_path):
+    engine = {"minutes": 10, "data_share": 0.5, "evaluate_share": 0.25}
+    assert fix(tmp_path / "budget.json", engine, elapsed=lambda: elapsed).steps == steps
+
+
 def test_the_data_s_share_of_the_minutes():
     assert seconds_for_data(EngineSection(minutes=20, data_share=0.45)) == pytest.approx(540)
     assert seconds_for_data(EngineSection(steps=5)) is None
