@@ -130,8 +130,12 @@ class Comparison:
         )
 
     def _changes(self, name: str, chats: Path) -> list[str]:
-        """The overrides of a kind's recipe. The minutes are all for training: the target's states come on top."""
-        budget = [f"engine.minutes={self.minutes}", "engine.data_share=0.001", "engine.evaluate_share=0.001"]
+        """The overrides of a kind's recipe. The minutes are all for training: reading the target's states, however long it
+        takes, is within a share of its own.
+        """
+        training, evaluation = 0.1, 0.001
+        shares = [f"engine.data_share={1 - training - evaluation}", f"engine.evaluate_share={evaluation}"]
+        budget = [f"engine.minutes={self.minutes / training}", *shares]
         measured_later = ["evaluate.limit=2", "evaluate.every=1000000", "evaluate.max_new_tokens=8"]
         data = [f"data.prompts=[{chats}]", "data.responses=given"]
         run = [f"engine.threads={self.threads}", f"seed={self.seed}", f"output={self.run_folder(name)}"]

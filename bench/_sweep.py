@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,11 +53,11 @@ class Sweep:
     folder: Path
     target: str
     chats: str
-    minutes: float  # of training, for the first run; the number of steps that it gives is every run's
-    steps: int | None
+    steps: int  # optimizer steps of every run
     seeds: tuple[int, ...]
     overrides: tuple[str, ...]
-    threads: int
+    threads: int  # of a run
+    jobs: int  # runs side by side
 
     def run_folder(self, name: str, seed: int) -> Path:
         """Where a run lives."""
@@ -64,9 +65,6 @@ class Sweep:
 
     def recipe(self, overrides: Sequence[str], output: Path, seed: int) -> list[str]:
         """The overrides of ``distill_smollm2`` that make a run."""
-        budget = ["engine.minutes=null", f"engine.steps={self.steps}"]
-        if self.steps is None:  # the shares leave the minutes to training
-            budget = [f"engine.minutes={self.minutes}", "engine.data_share=0.001", "engine.evaluate_share=0.001"]
         common = [
             f"target.model={self.target}",
             f"data.prompts=[{self.chats}]",
@@ -75,8 +73,10 @@ class Sweep:
             "evaluate={prompts: shipped, limit: 2, every: 1000000, max_new_tokens: 8}",
             "engine.checkpoint_every=200",
             f"engine.threads={self.threads}",
+            "engine.minutes=null",
+            f"engine.steps={self.steps}",
         ]
-        return [*common, *budget, *self.overrides, *overrides, f"seed={seed}", f"output={output}"]
+        return [*common, *self.overrides, *overrides, f"seed={seed}", f"output={output}"]
 
 
 class Outcome(NamedTuple):
@@ -86,26 +86,15 @@ class Outcome(NamedTuple):
     problem: str | None
 
 
-def train_rows(sweep: Sweep, group: str, rows: Sequence[Row]) -> tuple[Sweep, dict[str, list[Outcome]]]:
-    """Train what is not finished. The first run of all, without a number of steps yet, decides it (see `Sweep`)."""
-    found: dict[str, list[Outcome]] = {}
-    for row in rows:
-        for seed in sweep.seeds:
-            sweep = _with_steps(sweep)
-            folder = sweep.run_folder(f"{group}/{row.name}", seed)
-            found.setdefault(row.name, []).append(train(sweep, row.overrides, folder, seed))
-    return _with_steps(sweep), found
+def train_rows(sweep: Sweep, group: str, rows: Sequence[Row]) -> dict[str, list[Outcome]]:
+    """Train what is not finished, `sweep.jobs` runs at a time."""
 
+    def run(row: Row, seed: int) -> Outcome:
+        return train(sweep, row.overrides, sweep.run_folder(f"{group}/{row.name}", seed), seed)
 
-def _with_steps(sweep: Sweep) -> Sweep:
-    plan = sweep.folder / "plan.json"
-    if sweep.steps is not None:
-        return sweep
-    if not plan.exists():
-        for budget in sweep.folder.glob("*/*/seed_*/budget.json"):
-            plan.write_text(json.dumps({"steps": json.loads(budget.read_text())["steps"]}))
-            break
-    return replace(sweep, steps=json.loads(plan.read_text())["steps"]) if plan.exists() else sweep
+    with ThreadPoolExecutor(sweep.jobs) as pool:
+        begun = {row.name: [pool.submit(run, row, seed) for seed in sweep.seeds] for row in rows}
+        return {name: [one.result() for one in runs] for name, runs in begun.items()}
 
 
 def train(sweep: Sweep, overrides: Sequence[str], folder: Path, seed: int) -> Outcome:
@@ -114,7 +103,7 @@ def train(sweep: Sweep, overrides: Sequence[str], folder: Path, seed: int) -> Ou
         return Outcome(folder, None)
     if (folder / "recipe.yaml").exists():  # begun: its own budget holds
         written = yaml.safe_load((folder / "recipe.yaml").read_text())["engine"]
-        sweep = replace(sweep, steps=written["steps"], minutes=written["minutes"] or sweep.minutes)
+        sweep = replace(sweep, steps=written["steps"])
     else:
         _borrow_data(sweep, overrides, folder, seed)
     return run_recipe("distill_smollm2", sweep.recipe(overrides, folder, seed), folder)

@@ -1,14 +1,15 @@
 """Which data and which loss give the best drafter: a sweep of recipes with three seeds, written to docs/results.md.
 
     python bench/results.py                             `make results`: 27 runs of about three minutes, and the answers
-    python bench/results.py --minutes-per-run 1 --seeds 0         a first look
+    python bench/results.py --threads 1 --jobs 2        two runs side by side: quicker in all
+    python bench/results.py --steps 20 --seeds 0        a first look
     python bench/results.py --dry-run                   list the runs
 
-All runs are SmolLM2's demo drafter on the same chats with equally many optimizer steps of equally many tokens; the first
-run turns --minutes-per-run into that number of steps. Interrupted, the same command goes on: a finished run is not run
-again (delete its folder for that). "given" are the chats' own answers, "target" the target's answers to the same turns,
-"on-policy half" has the drafter write half of each step's tokens. Alpha is teacher-forced on the target's answers to the
-shipped evaluation prompts, which no training run sees.
+All runs are SmolLM2's demo drafter on the same chats with equally many optimizer steps of equally many tokens.
+Interrupted, the same command goes on: a finished run is not run again (delete its folder for that). "given" are the
+chats' own answers, "target" the target's answers to the same turns, "on-policy half" has the drafter write half of each
+step's tokens. Alpha is teacher-forced on the target's answers to the shipped evaluation prompts, which no training run
+sees.
 """
 
 import argparse
@@ -32,8 +33,7 @@ ON_POLICY = "on-policy half"
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes-per-run", type=float, default=2.5, help="of training, without the target's answers")
-    parser.add_argument("--steps", type=int, help="optimizer steps a run, instead of minutes")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps a run, of about a thousand tokens")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--chats", default=str(CHATS), help="training chats with answers: a file or a `datasets` id")
     parser.add_argument("--limit", type=int, default=240, help="training chats")
@@ -44,7 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="of every run's recipe")
     parser.add_argument("--folder", type=Path, default=Path("runs/results"), help="the runs")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of a run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--dry-run", action="store_true", help="list the runs, train nothing")
     return parser.parse_args()
 
@@ -118,7 +119,7 @@ def page(sweep: Sweep, options: argparse.Namespace, sources: list[Measured], los
 
 def run(sweep: Sweep, options: argparse.Namespace) -> int:
     """Train, measure, write; the exit code."""
-    sweep, outcomes = train_rows(sweep, "sources", SOURCES)
+    outcomes = train_rows(sweep, "sources", SOURCES)
     held_out = HeldOut(sweep, options.held_out, options.max_new_tokens, options.temperature)
     sources = measured(outcomes, held_out)
     failed = problems(outcomes)
@@ -129,7 +130,7 @@ def run(sweep: Sweep, options: argparse.Namespace) -> int:
     best = rows[best_of(sources).name]
     fixed = rows[best_of([row for row in sources if row.name != ON_POLICY]).name]
     # A folder a source: with more seeds or chats another one may win, and its runs are others.
-    sweep, others = train_rows(sweep, f"losses on {best.name}", losses_on(best, fixed))
+    others = train_rows(sweep, f"losses on {best.name}", losses_on(best, fixed))
     losses = measured({"forward_kl": outcomes[best.name], **others}, held_out)
     failed += problems(others)
     lines = page(sweep, options, sources, losses)
@@ -147,11 +148,11 @@ def main() -> int:
         options.folder,
         options.target,
         options.chats,
-        options.minutes_per_run,
         options.steps,
         tuple(options.seeds),
         (f"data.limit={options.limit}", *options.override),
         options.threads,
+        options.jobs,
     )
     if options.dry_run:
         for row in (*SOURCES, *LOSSES):
