@@ -15,6 +15,7 @@ from .lookahead import Lookahead
 from .named import Options, parse_named
 from .prompt_lookup import PromptLookup
 from .suffix import Suffix
+from .suffix_corpus import read_corpus
 from .tree import TreeLayout
 
 # Names and the options they take.
@@ -22,7 +23,7 @@ WITHOUT_TRAINING: dict[str, Options] = {
     "prompt_lookup": {"max_ngram": int, "min_ngram": int},
     "lookahead": {"window": int, "ngram": int, "candidates": int},  # arXiv:2402.02057
     "jacobi": {"pad_id": int},  # arXiv:2305.10427
-    "suffix": {"max_match": int, "min_match": int},  # after arXiv:2311.08252
+    "suffix": {"max_match": int, "min_match": int, "corpus": str},  # after arXiv:2311.08252
 }
 
 
@@ -69,7 +70,8 @@ def is_without_training(name: str) -> bool:
 def drafter_without_training(name: str, target: Target | None = None) -> Drafter:
     """A drafter that needs no training, by name, with options after a colon: ``prompt_lookup:max_ngram=4,min_ngram=2``.
 
-    `target` names the padding token that ``jacobi`` begins with (None: id 0).
+    `target` names the padding token that ``jacobi`` begins with (None: id 0), and encodes the corpus of ``suffix``:
+    ``suffix:corpus=FILE`` looks up in its texts and chats too.
 
     Raises:
         BadInput: an unknown name or option, or a value out of range.
@@ -88,7 +90,9 @@ def drafter_without_training(name: str, target: Target | None = None) -> Drafter
                 )
             return jacobi
         case _:
-            return Suffix(**options)
+            source = options.pop("corpus", None)
+            tokenizer = None if target is None else target.tokenizer
+            return Suffix(**options, corpus=() if source is None else read_corpus(source, tokenizer))
 
 
 def _pad_id(target: Target | None) -> int:

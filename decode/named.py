@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import BadInput, nearest
 
-Options = Mapping[str, type]  # each option's type, int or float
+Options = Mapping[str, type]  # each option's type: int, float or str
 
 
 def parse_named(text: str, known: Mapping[str, Options], what: str, more: str = "") -> tuple[str, dict[str, Any]]:
@@ -21,7 +21,7 @@ def parse_named(text: str, known: Mapping[str, Options], what: str, more: str = 
     for item in rest.split(",") if colon else []:
         option, equals, value = (part.strip() for part in item.partition("="))
         if option not in known[name] or not equals:
-            takes = ", ".join(f"{taken}=NUMBER" for taken in known[name])
+            takes = ", ".join(f"{taken}={'TEXT' if kind is str else 'NUMBER'}" for taken, kind in known[name].items())
             raise BadInput(f"{what}: {name!r} has no option {item!r}{nearest(option, known[name])}, it takes: {takes}")
         kind = known[name][option]
         try:

@@ -52,7 +52,7 @@ def find_report(checkpoint: Path) -> Report | None:
         except BadInput as problem:
             print_warning(f"{problem}; left out of the model card")
             continue
-        if not _is_about(report, checkpoint):
+        if not is_about(report, checkpoint):
             continue
         if path.stat().st_mtime < (checkpoint / MANIFEST).stat().st_mtime:
             print_warning(f"{path} is older than the drafter; left out of the model card")
@@ -61,7 +61,7 @@ def find_report(checkpoint: Path) -> Report | None:
     return None
 
 
-def _is_about(report: Report, checkpoint: Path) -> bool:
+def is_about(report: Report, checkpoint: Path) -> bool:
     """Whether the drafter measured is this one; a relative path may have been relative to another folder."""
     measured = Path(report["drafter"]).expanduser()
     here = checkpoint.resolve().parts
@@ -84,9 +84,9 @@ def served_length(report: Report | None) -> int | None:
     return run["best_num_speculative_tokens"] or run["num_speculative_tokens"]
 
 
-def model_card(facts: Facts, report: Report | None, recipe: str | None) -> str:
-    """The text of ``README.md``."""
-    parts = [_front_matter(facts), _introduction(facts), _usage(facts), _measured(report, facts)]
+def model_card(facts: Facts, report: Report | None, recipe: str | None, other: str | None = None) -> str:
+    """The text of ``README.md``. `other`: the drafter that `report` is about, where it is not this one."""
+    parts = [_front_matter(facts), _introduction(facts), _usage(facts), _measured(report, facts, other)]
     if recipe is not None:
         parts.append(f"## Training\n\nWith draftsmith, from this recipe:\n\n```yaml\n{recipe.rstrip()}\n```\n")
     return "\n".join(parts)
@@ -125,13 +125,15 @@ output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=64)
 """
 
 
-def _measured(report: Report | None, facts: Facts) -> str:
+def _measured(report: Report | None, facts: Facts, other: str | None) -> str:
     if report is None:
         return (
             "## Acceptance\n\nNot measured. `draftsmith eval TARGET DRAFTER --out DIR` measures it, and "
             "`draftsmith export ... --report DIR/report.json` writes it here.\n"
         )
     lines = ["## Acceptance", "", *headline(report), ""]
+    if other is not None:
+        lines += [f"What was measured is another drafter, {other}.", ""]
     if report["target"] != facts.target:
         lines += [f"Measured with {report['target']} as the target.", ""]
     runs = [run for run in (find(report, "start"), find(report, "drafter")) if run is not None]

@@ -14,7 +14,8 @@ from ..models.folder import MANIFEST, check_files, read_manifest, written_whole
 from ..models.loading import load_causal_lm, load_tokenizer
 from ..models.lora import ADAPTER_CONFIG, load_adapter
 from ..models.quiet import one_line_errors, quiet
-from .card import Facts, find_report, model_card, run_recipe, served_length
+from ..recipe_io import print_warning
+from .card import Facts, find_report, is_about, model_card, run_recipe, served_length
 
 
 def export_hf(checkpoint: Path, out: Path, report: Path | None = None) -> Path:
@@ -26,6 +27,9 @@ def export_hf(checkpoint: Path, out: Path, report: Path | None = None) -> Path:
     """
     manifest = _draft_model(checkpoint)
     measured = find_report(checkpoint) if report is None else read_report(report)
+    other = None if measured is None or is_about(measured, checkpoint) else measured["drafter"]
+    if other is not None:
+        print_warning(f"{report} is about {other}, not {checkpoint}: the model card says so")
     check_files(checkpoint, manifest["sha256"])
     model = _load(checkpoint, manifest)
     if (length := served_length(measured)) is not None:
@@ -45,7 +49,8 @@ def export_hf(checkpoint: Path, out: Path, report: Path | None = None) -> Path:
             model.save_pretrained(partial)
             if manifest["tokenizer_hash"] is not None:
                 load_tokenizer(str(checkpoint)).save_pretrained(partial)
-        (partial / "README.md").write_text(model_card(facts, measured, run_recipe(checkpoint)), encoding="utf-8")
+        card = model_card(facts, measured, run_recipe(checkpoint), other)
+        (partial / "README.md").write_text(card, encoding="utf-8")
         _check_logits(model, partial, checkpoint)
     return out
 

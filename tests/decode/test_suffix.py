@@ -1,16 +1,22 @@
 """Suffix lookup: the longest match, its most frequent continuation, own text and corpus, chains and trees."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith import speculative_generate
+from draftsmith.data.chats import encode_prompt, encode_whole_chat
 from draftsmith.decode.confidence import Confidence
+from draftsmith.decode.drafters import drafter_without_training
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.suffix import Suffix
 from draftsmith.decode.tree import as_layout
 from draftsmith.errors import BadInput
+from draftsmith.models.target import Target
 
 
 def most_frequent(text, longest):
@@ -84,3 +90,34 @@ def test_a_corpus_of_the_targets_own_text_is_accepted(tiny_llama, reference):
 def test_options_out_of_range_are_one_line():
     with pytest.raises(BadInput, match="min_match is 0"):
         Suffix(min_match=0)
+
+
+def test_a_corpus_is_read_from_a_file_by_name(tmp_path, tiny_llama, tiny_tokenizer):
+    tokenizer = tiny_tokenizer
+    target = Target(tiny_llama(vocab_size=len(tokenizer)), tokenizer, "tiny", ())
+    chats = [
+        {"messages": [{"role": "user", "content": "name a color"}, {"role": "assistant", "content": "blue and green"}]},
+        {"prompt": "and another one"},
+        {"text": "a plain text"},
+    ]
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("\n".join(map(json.dumps, chats)))
+    drafter = drafter_without_training(f"suffix:corpus={file},max_match=8", target)
+    assert isinstance(drafter, Suffix)
+    assert drafter.max_match == 8
+    expected = [
+        encode_whole_chat(tokenizer, chats[0]["messages"]).input_ids,
+        encode_prompt(tokenizer, ["and another one"]),
+        tokenizer("a plain text", add_special_tokens=False)["input_ids"],
+    ]
+    assert drafter.corpus.num_tokens == sum(len(ids) + 1 for ids in expected)
+    # What stands in the corpus is drafted after its own beginning, wherever the prompt came from.
+    beginning, rest = expected[0][:-4], expected[0][-4:]
+    ids = torch.tensor([beginning])
+    drafter.start(ids, torch.ones_like(ids))
+    assert drafter.propose(4, Sampling(), [torch.Generator()]).tokens.tolist() == [rest]
+    for name, says in ((f"suffix:corpus={tmp_path / 'none.jsonl'}", "none.jsonl"), ("suffix:korpus=x", "corpus=TEXT")):
+        with pytest.raises(BadInput, match=says):
+            drafter_without_training(name, target)
+    with pytest.raises(BadInput, match="no tokenizer"):
+        drafter_without_training(f"suffix:corpus={file}", replace(target, tokenizer=None))

@@ -106,13 +106,16 @@ def test_a_report_of_another_drafter_or_an_older_one_is_left_out(final, capsys):
     assert "not JSON" in capsys.readouterr().err
 
 
-def test_the_export_carries_what_was_measured_and_serves_as_measured(final, tmp_path):
+def test_the_export_carries_what_was_measured_and_serves_as_measured(final, tmp_path, capsys):
     report = write(tmp_path / "elsewhere" / "report.json", make_report("old/place"))
     (final.parent / "recipe.yaml").write_text("seed: 7\n")
     out = export(final, "hf", tmp_path / "out", report=report)
     text = (out / "README.md").read_text()
     assert "identical to plain decoding | 2 of 2" in text
     assert "seed: 7" in text
+    # The folder may have moved since, or the report be of another drafter: whoever reads card or terminal can tell.
+    assert "What was measured is another drafter, old/place." in text
+    assert "is about old/place, not" in capsys.readouterr().err
     config = GenerationConfig.from_pretrained(out)
     assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (2, 0.0)
     with pytest.raises(BadInput, match="not a report of schema 1"):
