@@ -124,10 +124,11 @@ def run_recipe(recipe: str, overrides: Sequence[str], folder: Path) -> Outcome:
 
 
 def _borrow_data(sweep: Sweep, overrides: Sequence[str], folder: Path, seed: int) -> None:
-    """Copy what the target wrote for a run with the same data, seed and target: it would write the same again."""
+    """Copy what the target wrote or read for a run with the same data and target: it would write the same again."""
     wanted = [override for override in overrides if override.startswith("data.")]
+    drawn_by = None if "data.responses=given" in wanted else seed  # the target's reading of given answers has no chance
     note = json.dumps(
-        {"target": sweep.target, "chats": sweep.chats, "seed": seed, "data": wanted, "all": sweep.overrides}
+        {"target": sweep.target, "chats": sweep.chats, "seed": drawn_by, "data": wanted, "all": sweep.overrides}
     )
     for other in sweep.folder.glob("*/*/seed_*/borrowed_as.json"):
         if other.read_text() == note and (other.parent / "final").exists():

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ..models.draft_lm import DraftLM
 from .confidence import Confidence, Stopping
-from .draft import Accepted, Draft, TargetOutputs, chain
+from .draft import Accepted, Draft, TargetOutputs
+from .draft_chain import draft_chain
 from .draft_tree import GrownTree, draws_needed, grow_tree, in_layout
 from .dynamic_tree import DynamicTree, grow_dynamic_tree
 from .forward import CachedLM
-from .sampling import Sampling, draw, probabilities
+from .sampling import Sampling
 from .streams import row_uniforms
 from .tree import TreeLayout
 
@@ -147,27 +148,11 @@ class DraftModel:
     def _propose_chain(
         self, num_tokens: int, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
     ) -> Draft:
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
         uniforms = None if sampling.temperature == 0 else self._uniforms(num_tokens, generators)
         stopping = None if self.confidence is None else Stopping(self.confidence, self.newest_counts == 0)
-        for i in range(num_tokens):
-            if i:
-                logits = self._feed_next(tokens[-1])
-            kept = None if uniforms is None else probabilities(logits, sampling)
-            confident = None if stopping is None else logits.float().softmax(-1) if kept is None else kept
-            if stopping is not None and confident is not None and stopping.before(confident):
-                break
-            if kept is None or uniforms is None:
-                choice = logits.argmax(-1)
-            else:
-                choice = draw(kept, uniforms[:, i])
-                probs.append(self._spread(kept))
-            tokens.append(self._to_target_ids(choice))
-            if stopping is not None and confident is not None and stopping.after(confident, choice):
-                break
-        drafted = torch.stack(tokens, 1) if tokens else self.newest[:, :0]
-        return chain(drafted, torch.stack(probs, 1) if probs else None, None if stopping is None else stopping.lengths)
+        return draft_chain(
+            num_tokens, logits, sampling, uniforms, self._feed_next, self._to_target_ids, self._spread, stopping
+        )
 
     def _feed_next(self, token: Int[Tensor, "batch"]) -> Tensor:
         out = self.cached.feed(self._known(token[:, None]))

@@ -25,8 +25,14 @@ from .zero import zero_config
 def check_recipe(recipe: Recipe, num_processes: int = 1) -> None:
     """What the schema cannot say and no model is needed for. Raises BadInput."""
     mixture = parse_mixture(recipe.objective.loss, recipe.objective.temperature)
-    if recipe.data.cache == "topk" and recipe.objective.rollouts is None:
+    rollouts = recipe.objective.rollouts
+    if recipe.data.cache == "topk" and rollouts is None:
         check_temperature(mixture)
+    if mixture.needs_tokens and rollouts is not None and rollouts.source == "drafter":
+        raise BadInput(
+            "objective.loss: cross_entropy learns the tokens as they stand, and those of rollouts from the drafter are its "
+            "own: take a divergence from the target, or rollouts from 'online'"
+        )
     if "self" in recipe.data.sources and recipe.data.num_self_prompts is None and recipe.engine.minutes is None:
         raise BadInput("data.num_self_prompts: needed for prompts 'self' unless engine.minutes is the budget")
     if not trains(recipe.drafter) and num_processes > 1:

@@ -61,6 +61,10 @@ BY_THE_RECIPE = {
         {"engine": {"deepspeed": {"zero_optimisation": {"stage": 2}}}},
         r"engine\.deepspeed: expected zero_optimization",
     ),
+    "a drafter that imitates its own tokens": (
+        {"objective": {"loss": {"forward_kl": 1.0, "cross_entropy": 0.1}, "rollouts": {"source": "drafter"}}},
+        "cross_entropy learns the tokens as they stand, and those of rollouts from the drafter are its own",
+    ),
 }
 
 
@@ -73,6 +77,8 @@ def test_what_the_recipe_alone_shows_is_found_in_a_dry_run(case, recipe):
 
 def test_a_temperature_is_fine_where_the_loss_takes_tokens_alone(recipe):
     check_recipe(recipe(objective={"temperature": 2.0, "loss": "cross_entropy"}, data={"cache": "topk"}))
+    # The tokens of served answers are the target's.
+    check_recipe(recipe(objective={"loss": "cross_entropy", "rollouts": {"source": "online"}}))
 
 
 def test_a_search_takes_one_process(recipe):
