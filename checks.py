@@ -7,6 +7,7 @@ from .errors import BadInput, nearest
 from .recipe import Recipe
 
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gguf", ".yaml", ".safetensors")
+WITHOUT_TRAINING = ("prompt_lookup", "lookahead", "jacobi", "suffix")  # drafters by name
 
 
 def looks_local(name: str) -> bool:
@@ -22,6 +23,18 @@ def check_exists(name: str, what: str) -> None:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     kind = "file" if name.endswith(_FILE_SUFFIXES) else "file or folder"
     raise BadInput(f"{what}: no such {kind}: {name}{nearest(path.name, siblings)}")
+
+
+def check_drafter(name: str, what: str) -> None:
+    """:func:`check_exists` for a drafter: of one that needs no training only the corpus that it names can be missing."""
+    kind, _, options = name.partition(":")
+    if kind not in WITHOUT_TRAINING:
+        check_exists(name, what)
+        return
+    for option in options.split(","):
+        key, _, value = (part.strip() for part in option.partition("="))
+        if key == "corpus":
+            check_exists(value, f"{what}: corpus")
 
 
 def check_writable(folder: Path, what: str) -> None:

@@ -115,7 +115,7 @@ def evaluate(
     asked = EvalOptions(**options.decoding_options(locals(), EvalOptions))
     for name, what in ((asked.baseline, "--baseline"), (asked.untrained, "--untrained")):
         if name is not None:
-            checks.check_exists(name, what)
+            checks.check_drafter(name, what)
     if out is not None:
         checks.check_writable(out, "--out")
     from .eval.run import evaluate as run

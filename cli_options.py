@@ -53,7 +53,7 @@ def decoding_options(given: dict[str, Any], options: type) -> dict[str, Any]:
     """
     for name, what in (("target", "TARGET"), ("drafter", "DRAFTER"), ("prompts", "--prompts")):
         if isinstance(given.get(name), str):
-            checks.check_exists(given[name], what)
+            (checks.check_drafter if name == "drafter" else checks.check_exists)(given[name], what)
     given = given | {
         "num_speculative_tokens": parse_lengths(given["num_speculative_tokens"]),
         "tree": parse_tree(given["tree"]),

@@ -204,7 +204,7 @@ class Recipe(Section):
     engine: EngineSection
     evaluate: EvaluateSection = EvaluateSection()
     output: Name  # folder of the run
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**62)
 
     @model_validator(mode="after")
     def _trials_are_no_epochs(self) -> "Recipe":
@@ -230,6 +230,10 @@ class Recipe(Section):
             raise ValueError(
                 f"data.cache: topk keeps no hidden states, which a drafter of kind {self.drafter.kind} reads: "
                 "set hidden or none"
+            )
+        if self.data.cache != "none" and self.drafter.kind in ("lookahead_tokens", "layer_skip"):
+            raise ValueError(
+                f"data.cache: a drafter of kind {self.drafter.kind} runs the target itself and reads nothing cached: set none"
             )
         return self
 

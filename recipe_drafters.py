@@ -15,12 +15,14 @@ class DrafterInit(Section):
     num_layers: int | None = Field(default=None, ge=1)  # this many, chosen by measured block influence (2403.03853)
     config: FreeMapping | None = None  # the target's config with these keys changed, weights from scratch
     embeddings: Literal["copy", "project", "random"] = "copy"  # for `config`: what becomes of the target's embeddings
-    fit_head: bool = True  # a head of its own (untied, or a cut vocabulary) is fitted to the target's before training
+    fit_head: bool = True  # of layers: a head of its own (untied, or a cut vocabulary) is fitted first
 
     @model_validator(mode="after")
     def _one_source(self) -> "DrafterInit":
         if sum(value is not None for value in (self.layers, self.num_layers, self.config)) != 1:
             raise ValueError("give exactly one of layers, num_layers, config")
+        if self.config is None and self.embeddings != "copy":
+            raise ValueError("embeddings is for config: layers of the target keep its embeddings")
         return self
 
 
@@ -48,6 +50,8 @@ class ModelDrafter(Section):
     def _one_source(self) -> "ModelDrafter":
         if (self.model is None) == (self.init is None):
             raise ValueError("give exactly one of model (a hub id or folder) and init (cut from the target)")
+        if self.lora is not None and self.train_embeddings:
+            raise ValueError("train_embeddings does not go with lora, which trains its adapters alone")
         return self
 
 

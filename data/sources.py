@@ -162,6 +162,8 @@ def _jsonl(path: Path, require_answers: bool) -> Iterator[Example]:
                 raise BadInput(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
             except UnicodeDecodeError as error:
                 raise BadInput(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+                raise BadInput(f"{where}: cannot be read as JSON ({_one_line(error)})") from error
             yield from _example(row, where, number, require_answers)
 
 
@@ -175,6 +177,8 @@ def _json(path: Path, require_answers: bool) -> Iterator[Example]:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise BadInput(f"{path} line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be read as JSON ({_one_line(error)})") from error
     for number, row in enumerate(rows, 1):
         yield from _example(row, f"{path} item {number}", number, require_answers)
 
@@ -302,7 +306,8 @@ def _side(value: Any, column: str, role: str) -> list[Any]:
 
 def _from_sharegpt(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if "from" in turn and "value" in turn:
-        return {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        role = turn["from"]
+        return {"role": _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": turn["value"]}
     return turn
 
 

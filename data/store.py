@@ -74,6 +74,18 @@ def state_dtype(target_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if target_dtype == torch.bfloat16 else torch.float16
 
 
+def as_stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy on the CPU in the type that it is stored as. Raises BadInput, naming `name`, where that cannot hold it."""
+    cast = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    if dtype.is_floating_point and not torch.equal(torch.isfinite(cast), torch.isfinite(tensor).cpu()):
+        kind = str(dtype).removeprefix("torch.")
+        raise BadInput(
+            f"{name}: values beyond the range of {kind}: set target.dtype (and data.dtype) to bfloat16, "
+            "or, without rollouts, data.cache to none"
+        )
+    return cast
+
+
 def state_array(layer: int) -> str:
     """The array that holds the hidden states of `layer` at all positions."""
     return f"{_STATES}{layer}"

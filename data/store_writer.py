@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from .store import (
     Damage,
     Store,
     StoredSequence,
+    as_stored,
     check_fingerprint,
     file_hash,
     parse_arrays,
@@ -88,6 +89,12 @@ class StoreWriter:
 
         Raises BadInput for arrays of other names or shapes, and for values too large for the store's type.
         """
+        number = self._take(sequence)
+        if self._pending_bytes >= self.shard_bytes or time.monotonic() - self._last_flush >= self.flush_seconds:
+            self.flush()
+        return number
+
+    def _take(self, sequence: StoredSequence) -> int:
         number = self._count
         source = number if sequence.source < 0 else sequence.source
         checked = _checked(self.folder, sequence, self.arrays)._replace(source=source)
@@ -95,9 +102,22 @@ class StoreWriter:
         self._pending_bytes += checked.input_ids.nbytes + sum(tensor.nbytes for tensor in checked.arrays.values())
         self._count += 1
         self.done.add(source)
-        if self._pending_bytes >= self.shard_bytes or time.monotonic() - self._last_flush >= self.flush_seconds:
-            self.flush()
         return number
+
+    def append_all(self, sequences: Sequence[StoredSequence]) -> None:
+        """Add sequences and write them as one shard: after an exception or an interrupt all of them are there, or none.
+
+        Raises as `append` does.
+        """
+        self.flush()
+        count, done = self._count, set(self.done)
+        try:
+            for sequence in sequences:
+                self._take(sequence)
+        except BaseException:
+            self._pending, self._pending_bytes, self._count, self.done = [], 0, count, done
+            raise
+        self.flush()
 
     def flush(self) -> None:
         """Write what is pending as a shard, then the index that lists it."""
@@ -192,10 +212,7 @@ def _checked(folder: Path, sequence: StoredSequence, arrays: Mapping[str, ArrayS
 def _cast(folder: Path, name: str, tensor: Tensor, spec: ArraySpec) -> Tensor:
     if tensor.dim() != len(spec.shape) + 1 or tuple(tensor.shape[1:]) != spec.shape:
         raise BadInput(f"{folder}: {name} is {list(tensor.shape)}, expected {['rows', *spec.shape]}")
-    cast = tensor.detach().to("cpu", spec.dtype, copy=True).contiguous()
-    if spec.dtype.is_floating_point and not torch.equal(torch.isfinite(cast), torch.isfinite(tensor).cpu()):
-        raise BadInput(f"{folder}: {name} has values beyond the range of {spec.dtype}: store it as float32")
-    return cast
+    return as_stored(f"{folder}: {name}", tensor, spec.dtype)
 
 
 def _write_shard(

@@ -113,7 +113,18 @@ class DraftModel:
         self, input_ids: Int[Tensor, "batch length"], attention_mask: Tensor, hidden_states: dict[int, Tensor]
     ) -> Float[Tensor, "batch length hidden"]:
         """Its own last hidden states, for every position of right-padded rows. The target's are not used."""
-        out = self.lm.backbone(input_ids=self._known(input_ids), attention_mask=attention_mask, use_cache=False)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        limit = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        if (
+            limit is not None and input_ids.shape[1] > limit
+        ):  # as where it drafts: the last position stands for all beyond
+            positions = positions.clamp(max=limit - 1)
+        out = self.lm.backbone(
+            input_ids=self._known(input_ids),
+            attention_mask=attention_mask,
+            position_ids=positions.expand_as(input_ids),
+            use_cache=False,
+        )
         return out.last_hidden_state
 
     @torch.no_grad()

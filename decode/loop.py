@@ -14,7 +14,7 @@ from .dynamic_tree import as_tree
 from .lengths import LengthPolicy, as_length_policy, stop_by
 from .prompts import Prompts, right_padded
 from .sampling import Sampling
-from .stats import Stats
+from .stats import RowStats, Stats
 from .step import Decoding, Ends, Step
 from .stop import StopStrings
 from .streams import RowStreams, row_seeds
@@ -89,7 +89,7 @@ def speculative_generate(
         stop_strings=stop_strings,
     )
     emitted: list[list[int]] = [[] for _ in prompts.lengths]
-    stats = Stats([])
+    stats = Stats([RowStats() for _ in prompts.lengths])  # of rows that have no room to begin
     for step in steps:
         stats = step.stats
         for row, tokens in zip(emitted, step.tokens, strict=True):

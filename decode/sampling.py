@@ -41,7 +41,7 @@ def check_sampling(sampling: Sampling) -> Sampling:
         BadInput: naming the setting and its range.
     """
     ranges = {
-        "temperature": (sampling.temperature >= 0, "0 or more"),
+        "temperature": (sampling.temperature == 0 or sampling.temperature >= 1e-6, "0, or at least 1e-06"),
         "top_k": (sampling.top_k is None or sampling.top_k >= 0, "a whole number of at least 1, or none"),
         "top_p": (sampling.top_p is None or 0 < sampling.top_p <= 1, "above 0, at most 1"),
         "min_p": (sampling.min_p is None or 0 <= sampling.min_p <= 1, "between 0 and 1"),

@@ -210,7 +210,9 @@ class Decoding:
     def _shortened(self, draft: Draft) -> Draft:
         """What a row may hold was decided before anything was drawn, so that this cut does not bias what is emitted."""
         nodes = draft.tokens.shape[1]
-        if min(self.most) >= (nodes if draft.is_chain else self.depth):
+        # Trees of a layout, or grown by confidence, are no deeper than they were asked to be; others may be.
+        trusted = hasattr(self.drafter, "set_tree") or hasattr(self.drafter, "set_dynamic_tree")
+        if (draft.is_chain or trusted) and min(self.most) >= (nodes if draft.is_chain else self.depth):
             return draft
         most = torch.tensor(self.most, device=draft.tokens.device)
         if draft.is_chain:

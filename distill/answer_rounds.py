@@ -18,6 +18,7 @@ from ..data.store import (
     Damage,
     Store,
     StoredSequence,
+    as_stored,
     state_array,
     state_dtype,
 )
@@ -110,6 +111,16 @@ class Rounds:
     def prompts_before(self, rounds: int | float) -> int:
         """All prompts in the first `rounds` rounds."""
         return self.given_before(rounds) + self.own_before(rounds)
+
+    def check_openings(self) -> None:
+        """Render what every given conversation begins with, before hours of work. Raises BadInput that names one."""
+        for example in self.examples:
+            if not example.turns or not example.turns[0].strip():
+                continue  # dropped, and counted
+            try:
+                encode_prompt(self.tokenizer, example.opening)
+            except BadInput as error:
+                raise BadInput(f"data.prompts: example {example.id!r}: {error}") from error
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything the answers depend on."""
@@ -261,7 +272,8 @@ class Rounds:
             arrays = {} if row.hidden is None else {"hidden": row.hidden[:room]}
             # At once where and as they are stored: a round of them may be larger than the target.
             dtype = state_dtype(self.dtype)
-            arrays |= {state_array(layer): rows[: len(ids)].to("cpu", dtype) for layer, rows in row.states.items()}
+            for layer, rows in row.states.items():
+                arrays[state_array(layer)] = as_stored(f"hidden states of layer {layer}", rows[: len(ids)], dtype)
             finished.append(StoredSequence(ids, len(prompts[i]), arrays, number))
             bar.advance(1 if turn == 0 else 0, tokens=len(row.tokens))
         # In the order of their numbers, so that the store does not depend on which row finished first.

@@ -54,6 +54,7 @@ def write_answers(
     if store is not None and not store.damaged():
         say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included, written before")
         return store
+    job.check_openings()
     arrays: dict[str, ArraySpec] = hidden_arrays(target.hidden_size) if settings.keep_hidden else {}
     arrays |= state_arrays(settings.keep_states, target.hidden_size, job.dtype)
     with writing_in(target, job.dtype) as job.author:
@@ -86,9 +87,7 @@ def _write_rounds(job: Rounds, writer: StoreWriter, plan_file: Path) -> None:
         while number < (most if planned is None else planned):
             start = time.monotonic()
             # All of a round or nothing: an interrupted one must not leave its first turns behind.
-            for sequence in list(job.round(number, bar)):
-                writer.append(sequence)
-            writer.flush()
+            writer.append_all(list(job.round(number, bar)))
             release_freed_memory()
             number += 1
             seconds.append(time.monotonic() - start)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..data.chats import encode_response
-from ..data.store import state_dtype
+from ..data.store import as_stored, state_dtype
 from ..decode.draft import Accepted, Drafter, TargetOutputs, wants
 from ..decode.draft_model import DraftModel
 from ..decode.loop import decode_steps
@@ -94,7 +94,8 @@ class OnlineStream:
             if recorder is not None:
                 dtype = torch.float16 if last_alone else state_dtype(self.target.dtype)
                 positions = len(answer) + (0 if last_alone else len(prompt) - 1)
-                states = {n: kept[:positions].to("cpu", dtype) for n, kept in recorder.recorded(row).items()}
+                kept = recorder.recorded(row)
+                states = {n: as_stored(f"hidden states of layer {n}", kept[n][:positions], dtype) for n in kept}
                 hidden = states[self.target.num_layers] if last_alone else states
             rollouts.append(Rollout(encode_response(prompt + answer, len(prompt)), hidden, step))
         return rollouts, stats

@@ -21,6 +21,7 @@ from ..data.store import (
     StoredSequence,
     bytes_per_row,
     hidden_arrays,
+    open_complete,
     state_array,
     state_arrays,
     top_k_arrays,
@@ -88,12 +89,17 @@ def cache_teacher(
     Raises:
         BadInput: the folder holds a cache of another target, tokenizer, template, data or form; the line names which.
     """
-    cached = _Cached(form, top_k, tuple(absolute_layer(layer, target.num_layers) for layer in layers))
+    cached = _Cached(
+        form, min(top_k, target.vocab_size), tuple(absolute_layer(layer, target.num_layers) for layer in layers)
+    )
     arrays = cached.arrays(target)
     per_row, unit = bytes_per_row(arrays), "token" if form == "states" else "label"
     counts = encoded.lengths if form == "states" else encoded.supervised
     rows = int(counts.sum())
     fingerprint = _fingerprint(target, encoded, cached, data_hash)
+    made = open_complete(folder, fingerprint)
+    if made is not None and not made.damaged():
+        return made  # without the lock, which other ranks would be refused
     with StoreWriter(folder, fingerprint, arrays) as writer:
         missing = [i for i in range(len(encoded)) if i not in writer.done]
         if missing:

@@ -22,12 +22,17 @@ class Answers(NamedTuple):
     accepted: int
 
     @property
+    def tell_something(self) -> bool:
+        """Whether the engine drafted (or does not say)."""
+        return self.drafted > 0 or not self.steps
+
+    @property
     def line(self) -> str:
         """How much was drafted, in words: an audit of an engine that drafts nothing shows nothing."""
         if not self.steps:
             return "the engine does not say how much it drafted"
         if not self.drafted:
-            return "NOTHING WAS DRAFTED, so this says nothing about drafting"
+            return "FAILED: NOTHING WAS DRAFTED, so this says nothing about drafting"
         return (
             f"{self.drafted / self.steps:.2f} draft tokens a step, {self.accepted / self.drafted:.0%} of them accepted"
         )

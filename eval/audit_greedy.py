@@ -35,7 +35,7 @@ def audit_greedy(engine: Engine, prompts: Sequence[list[int]], names: Sequence[s
         f"{same} of {len(prompts)} answers ({number} tokens in all) are plain decoding's, token by token; "
         f"{rounded} differ at a tie or by rounding, {real} really"
     )
-    return Finding(not real, lines, [])
+    return Finding(not real and answers.tell_something, lines, [])
 
 
 def explain(

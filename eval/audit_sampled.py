@@ -143,7 +143,7 @@ def _finding(
     for kind in dict.fromkeys(test.name.partition(": ")[2] for test in tests):
         lines.append(_summary(kind, [test for test in tests if test.name.endswith(f": {kind}")]))
     lines.append(f"{len(tests)} tests, the chance of a false alarm over all of them at most {significance:g} (Holm)")
-    return Finding(not failed, [*failed, *lines], tests)
+    return Finding(not failed and answers.tell_something, [*failed, *lines], tests)
 
 
 def _summary(kind: str, tests: Sequence[Test]) -> str:

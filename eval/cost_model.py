@@ -94,20 +94,58 @@ def expected_speedup(
     return np.asarray(expected_tokens(extend(conditional, n)) / cost)
 
 
+def counted_speedup(
+    accepted: Float[np.ndarray, "*batch positions"],
+    drafted: Float[np.ndarray, "*batch positions"],
+    steps: Float[np.ndarray, "*batch"],
+    cost_ratio: float,
+    verification_cost: Sequence[float],
+    passes: float | int | None = None,
+    nodes: Float[np.ndarray, "*batch"] | None = None,
+) -> Float[np.ndarray, "*batch"]:
+    """:func:`expected_speedup` of the steps that were made: some draft nothing, some less than they might.
+
+    ``drafted[i]`` of the `steps` drafted more than i tokens, ``accepted[i]`` of them had token i accepted. `passes` as there,
+    in a step that drafts. `nodes`: draft tokens of all steps together where a draft is a tree; a drafting step then costs
+    what its mean number of them does. NaN where the curve is too short.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if nodes is not None:
+            drafting = drafted[..., 0]
+            own = 0.0 if passes is None else passes
+            mean = np.where(drafting > 0, nodes / np.maximum(drafting, 1e-12), 0.0)
+            each = np.vectorize(lambda size: step_cost(own, size + 1, cost_ratio, verification_cost), otypes=[float])(
+                mean
+            )
+            cost = steps - drafting + np.where(drafting > 0, drafting * each, 0.0)
+        else:
+            beyond = np.concatenate([steps[..., None], drafted, np.zeros_like(steps)[..., None]], axis=-1)
+            exactly = beyond[..., :-1] - beyond[..., 1:]  # steps of 0, 1, … draft tokens
+            costs = [1.0]
+            for n in range(1, exactly.shape[-1]):
+                costs.append(step_cost(n if passes is None else passes, n + 1, cost_ratio, verification_cost))
+            cost = np.where(exactly > 0, exactly * np.asarray(costs), 0.0).sum(axis=-1)
+        return np.asarray((steps + accepted.sum(axis=-1)) / cost)
+
+
 def speedup_by_length(
     conditional: Float[np.ndarray, " positions"],
     cost_ratio: float,
     verification_cost: Sequence[float],
     passes: float | int | None = None,
+    drafting: float = 1.0,
 ) -> list[float]:
     """Expected speed-up of a chain for 1, 2, … draft tokens, as far as the verification curve was measured.
 
-    `passes` is None for a drafter that runs once a draft token, or the constant number of passes of parallel heads.
+    `passes` is None for a drafter that runs once a draft token, or the constant number of passes of parallel heads;
+    `drafting` the share of steps in which there is a draft at all, the others being plain ones.
     """
-    return [
-        float(expected_speedup(conditional, n, cost_ratio, verification_cost, passes))
-        for n in range(1, len(verification_cost))
-    ]
+    speedups = []
+    for n in range(1, len(verification_cost)):
+        tokens = float(expected_tokens(extend(conditional, n)))
+        cost = step_cost(n if passes is None else passes, n + 1, cost_ratio, verification_cost)
+        speedups.append((drafting * tokens + 1 - drafting) / (drafting * cost + 1 - drafting))
+    return speedups
 
 
 def best_num_speculative_tokens(
@@ -115,12 +153,13 @@ def best_num_speculative_tokens(
     cost_ratio: float,
     verification_cost: Sequence[float],
     passes: float | int | None = None,
+    drafting: float = 1.0,
 ) -> int:
     """The number of draft tokens with the highest expected speed-up; 0 when no draft is faster than plain decoding.
 
     This is the choice of γ in section 3.5 of arXiv:2211.17192, over the measured part of the verification curve.
     """
-    speedups = speedup_by_length(conditional, cost_ratio, verification_cost, passes)
+    speedups = speedup_by_length(conditional, cost_ratio, verification_cost, passes, drafting)
     best = max(range(len(speedups)), key=lambda i: speedups[i], default=None)
     return 0 if best is None or not speedups[best] > 1.0 else best + 1
 

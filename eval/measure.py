@@ -73,11 +73,10 @@ def _correct_length(contestant: Contestant) -> None:
     """Say of chains how long they were: some drafters have fewer tokens than they are asked for, some decide by step."""
     record, num_passes = contestant.record, getattr(contestant.drafter, "num_passes", None)
     longest = max((len(prompt.drafted_at or []) for prompt in record.prompts), default=0)
-    if record.num_speculative_tokens is None:
+    if record.tree_nodes is None and (num_passes is not None or record.num_speculative_tokens is None):
         record.passes_per_step = _mean_passes(contestant)
-    elif record.tree_nodes is None and 0 < longest < record.num_speculative_tokens:
+    if record.tree_nodes is None and 0 < longest < (record.num_speculative_tokens or 0):
         record.num_speculative_tokens = longest
-        record.passes_per_step = None if num_passes is None else num_passes(longest)
 
 
 def _mean_passes(contestant: Contestant) -> float:

@@ -105,22 +105,25 @@ def _expectations(run: RunRecord, prompts: Sequence[PromptRecord], weights: np.n
         expected["break_even_alpha"] = cost_model.break_even_alpha(n, ratio, curve, run.passes)
     if counts is None:
         return expected
-    verified = None if run.tree_nodes is None else run.tree_nodes + 1
+    steps = np.array([float(prompt.target_calls or 0) for prompt in prompts])[:, None]
+    own = passes if run.tree_nodes is None else run.passes
+    nodes = np.array([float(prompt.drafted_nodes or 0) for prompt in prompts])[:, None]
 
-    def speedup(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
-        conditional = stats.ratio(accepted, tested)
-        return cost_model.expected_speedup(conditional, n, ratio, curve, run.passes, verified)
+    def speedup(accepted: np.ndarray, drafted: np.ndarray, steps: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        of_all = None if run.tree_nodes is None else nodes[..., 0]
+        return cost_model.counted_speedup(accepted, drafted, steps[..., 0], ratio, curve, own, of_all)
 
-    found = stats.estimate(speedup, weights, counts.accepted, counts.tested)
+    found = stats.estimate(speedup, weights, counts.accepted, counts.drafted, steps, nodes)
     expected["expected_speedup"] = stats.nullable(found.pooled)
     expected["expected_speedup_ci"] = stats.intervals(found.low, found.high)
     if run.tree_nodes is None:
         conditional = stats.ratio(counts.accepted.sum(axis=0), counts.tested.sum(axis=0))
-        by_length = cost_model.speedup_by_length(conditional, ratio, curve, passes)
+        drafting = float(counts.drafted[:, 0].sum() / max(steps.sum(), 1.0))
+        by_length = cost_model.speedup_by_length(conditional, ratio, curve, passes, drafting)
         expected["expected_speedup_by_length"] = stats.nullable(by_length)
         if np.isfinite(by_length).any():
             expected["best_num_speculative_tokens"] = cost_model.best_num_speculative_tokens(
-                conditional, ratio, curve, passes
+                conditional, ratio, curve, passes, drafting
             )
     return expected
 

@@ -48,14 +48,14 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     contestants = [_contestant("drafter", options.drafter, options, target, examples)]
     if options.baseline is not None:
         contestants.append(_contestant("baseline", options.baseline, options, target, examples))
+    start = [] if options.untrained is None else [_contestant("start", options.untrained, options, target, examples)]
     settings = options.settings()
     if options.tree == "auto":
         options, settings["tree_chosen"] = _with_chosen_tree(options, target, prompts, contestants[0])
     plain = decode_in_turns(options, target, prompts, contestants if options.speed else [])
     if options.speed:
         time_steps(options, target, prompts, contestants)
-    if options.untrained is not None:
-        contestants.append(_contestant("start", options.untrained, options, target, examples))
+    contestants += start
     answers = [Answer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     teacher_force(options, target, contestants, answers)
     for contestant in contestants:
@@ -149,13 +149,20 @@ def _contestant(
         [PromptRecord(example.id, example.category or "all") for example in examples],
         label=str(source),
         num_speculative_tokens=depth,
-        tree_nodes=None if shape is None else shape.num_nodes,
+        tree_nodes=None if shape is None else _most_nodes(shape, depth),
         sequential=num_passes is None or num_passes(2) > num_passes(1),
         passes_per_step=_passes(drafter, depth),
         drafter_parameters_read=getattr(drafter, "num_parameters_read", None),
         target_parameters_read=parameters_read(target),
     )
     return Contestant(drafter, record, None if shape is None else options.tree)
+
+
+def _most_nodes(shape: TreeLayout | DynamicTree, depth: int | None) -> int:
+    """Nodes of a draft, at most: a tree that grows offers ``width`` children of each of ``width`` nodes a level."""
+    if isinstance(shape, TreeLayout) or depth is None:
+        return shape.num_nodes
+    return min(shape.num_nodes, shape.width + (depth - 1) * shape.width**2)
 
 
 def _passes(drafter: Any, depth: int | None) -> int | None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import BadInput
 from ..eval.report import read_report
+from ..models.draft_lm import check_manifest
 from ..models.folder import MANIFEST, check_files, read_manifest, written_whole
 from ..models.loading import load_causal_lm, load_tokenizer
 from ..models.lora import ADAPTER_CONFIG, load_adapter
@@ -66,8 +67,7 @@ def _draft_model(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint}: a drafter of kind {manifest['kind']!r} reads its target's hidden states; the format hf "
             "holds models that stand alone"
         )
-    if missing := {"target", "tokenizer_hash", "kept", "base", "sha256", "vocab_size"} - manifest.keys():
-        raise BadInput(f"{checkpoint / MANIFEST}: the key {min(missing)!r} is missing")
+    check_manifest(checkpoint, manifest)
     if manifest["kept"] is not None:
         raise BadInput(
             f"{checkpoint}: scores {manifest['kept']:,} of {manifest['vocab_size']:,} ids, and a plain transformers "

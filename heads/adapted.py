@@ -99,7 +99,7 @@ def with_adapter(target: Target, lora: LoraSection, learning_rate_share: float, 
     tuned = [module for module in target.model.modules() if isinstance(module, BaseTunerLayer)]
     parts = nn.ModuleList(
         nn.ModuleList([getattr(module, name) for name in ("lora_A", "lora_B", "lora_dropout")]) for module in tuned
-    )
+    ).float()  # whatever the target is in: bf16 cannot hold an optimizer's small steps
 
     def switch(changed: bool) -> None:
         for module in tuned:

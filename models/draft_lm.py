@@ -256,7 +256,7 @@ def load_draft_lm(
     folder = Path(name).expanduser()
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is not None:
-        _check_manifest(folder, manifest)
+        check_manifest(folder, manifest)
         check_saved_tokenizer(folder, manifest["tokenizer_hash"], target.tokenizer)
         check_files(folder, manifest["sha256"])
     if (folder / ADAPTER_CONFIG).is_file():
@@ -305,7 +305,8 @@ def _read_weights(folder: Path, kept: int | None, dtype: Any, device: Any) -> Dr
     return DraftLM(model.to(device), kept_ids)
 
 
-def _check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise BadInput unless `manifest` has what that of a draft model has."""
     if manifest["kind"] != KIND:
         raise BadInput(f"{folder}: holds a drafter of kind {manifest['kind']!r}, expected {KIND!r} (a draft model)")
     if missing := {"target", "tokenizer_hash", "vocab_size", "kept", "base", "sha256"} - manifest.keys():

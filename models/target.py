@@ -110,7 +110,13 @@ def _check_verifies(model: Any, name: str) -> None:
         )
 
 
-_BY_COLUMN = ("bloom", "mpt", "gpt_neo")  # ALiBi; windows counted in columns
+_BY_COLUMN = (
+    *("bloom", "mpt"),  # ALiBi
+    "gpt_neo",  # windows
+    # Decoders of encoder-decoder families: learned positions, which they take from the cache's length.
+    *("bart", "mbart", "pegasus", "bigbird_pegasus", "blenderbot", "blenderbot-small", "plbart", "marian", "trocr"),
+    "openai-gpt",  # no cache at all
+)
 
 
 def in_dtype(target: Target, dtype: torch.dtype) -> Target:

@@ -97,6 +97,7 @@ BAD_COMMAND_LINES = {
     "eval t ./draftr": "DRAFTER: no such file or folder: ./draftr (did you mean 'drafter'?)",
     "eval t d --prompts gone.jsonl": "--prompts: no such file: gone.jsonl",
     "eval t d --baseline a/b/c": "--baseline: no such file or folder: a/b/c",
+    "audit t suffix:max_match=4,corpus=a/b/c.jsonl": "DRAFTER: corpus: no such file: a/b/c.jsonl",
     "eval t d --untrained ./gone": "--untrained: no such file or folder: ./gone",
     "eval t d --out file/x": "--out: cannot write to file/x",
     "eval t d --rule loosless": "--rule: got 'loosless', expected one of lossless, block",
@@ -320,3 +321,13 @@ def test_the_module_and_the_script_are_the_same_command(folder):
         assert done.stderr == "error: override 'seed=x': seed: got 'x', expected a whole number\n"
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="draftsmith")
     assert entry.load() is cli.main
+
+
+def test_a_drafter_without_training_names_its_corpus(run, below, folder):
+    """Its name ends like a file's, and is none."""
+    (folder / "c.jsonl").write_text("")
+    (folder / "p.jsonl").write_text("")
+    name = "suffix:corpus=c.jsonl"
+    calls = below("eval.run", "evaluate")
+    assert run("eval", "t", name, "--baseline", name, "--prompts", "p.jsonl")[0] == 0
+    assert (calls[0].args[0].drafter, calls[0].args[0].baseline) == (name, name)

@@ -189,6 +189,18 @@ def test_a_wrong_value_names_key_value_and_what_was_expected(lines, override, ex
             ["drafter={kind: medusa}", "engine.gradient_checkpointing=true"],
             "engine.gradient_checkpointing: a medusa drafter has no stack of layers to recompute",
         ),
+        (
+            ["drafter={kind: lookahead_tokens}", "data.cache=hidden"],
+            "data.cache: a drafter of kind lookahead_tokens runs the target itself and reads nothing cached",
+        ),
+        (
+            ["drafter={kind: model, init: {layers: [0]}, lora: {}, train_embeddings: true}"],
+            "drafter: train_embeddings does not go with lora",
+        ),
+        (
+            ["drafter={kind: model, init: {layers: [0], embeddings: random}}"],
+            "drafter.init: embeddings is for config",
+        ),
     ],
 )
 def test_what_a_kind_of_drafter_cannot_do_is_refused_with_the_recipe(lines, overrides, expected):

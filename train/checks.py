@@ -60,6 +60,18 @@ def check_run(recipe: Recipe, target: Target) -> None:
     build_without_contents(recipe, without_contents(target))
 
 
+def _check_positions(recipe: Recipe, target: Target, built: Trainable) -> None:
+    """Raise BadInput for a draft model made for fewer positions than training's examples may have."""
+    if not isinstance(built.objective, DraftModelObjective):
+        return
+    limit = getattr(built.objective.lm.config.get_text_config(), "max_position_embeddings", None)
+    longest = min(recipe.data.max_length, target.context_limit or recipe.data.max_length)
+    if limit is not None and limit < longest:
+        raise BadInput(
+            f"data.max_length: {longest:,} tokens, but the drafter reads {limit:,}: set it to at most {limit:,}"
+        )
+
+
 def check_dtype(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
     """Raises BadInput where an optimizer would step in a 16-bit type: only DeepSpeed keeps copies in float32 beside it."""
     drafter = recipe.drafter
@@ -82,10 +94,15 @@ class Built(NamedTuple):
 
 
 def build_without_contents(recipe: Recipe, target: Target) -> Built:
-    """The drafter of `recipe` for a `target` on the meta device. Nothing is measured: no influences, no frequencies."""
+    """The drafter of `recipe` for a `target` on the meta device. Nothing is measured: no influences, no frequencies.
+
+    Raises:
+        BadInput: they do not fit each other, or the examples that are asked for.
+    """
     served = served_sampling(recipe.evaluate.sampling)
     with torch.device("meta"):
         built = build_trainable(_without_measurement(recipe.drafter), recipe.objective, target, _nothing(), served)
+        _check_positions(recipe, target, built)
         return Built(built, _cut(built.objective, recipe.drafter, target) or built.num_scored)
 
 

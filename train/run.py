@@ -117,7 +117,9 @@ def _run_loop(
     budget = engine.share(_on_main(engine, fix))
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
-    if not engine.share(bool(checkpoint.list_checkpoints(folder))):
+    # A run whose checkpoints are all damaged starts again, as it did the first time; the loop names them.
+    sound = engine.is_main and checkpoint.newest_sound(folder, lambda line: None) is not None
+    if not engine.share(sound):
         _fit(recipe, data, engine, built)
     engine.prepare(
         objective,

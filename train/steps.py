@@ -45,7 +45,8 @@ def build_steps(recipe: Recipe, target: Target, data: TrainingData, engine: Engi
 def fitting_batches(recipe: Recipe, data: TrainingData, engine: Engine, built: Trainable) -> Iterator[DistillBatch]:
     """Micro-batches of one pass over the fixed data, the same on every rank."""
     cached = None if data.cached is None else CachedTeacher(data.cached, data.encoded, built.rank_of)
-    steps = DistillSteps(_batches(recipe, data, recipe.engine.tokens_per_step), engine.device, cached)
+    tokens = max(1, recipe.engine.tokens_per_step // engine.world_size)  # in a pass no more than a rank trains on
+    steps = DistillSteps(_batches(recipe, data, tokens), engine.device, cached)
     while steps.batches.epoch == 0:
         yield from next(steps)
 
@@ -56,12 +57,14 @@ def steps_in(recipe: Recipe, data: TrainingData, epochs: float) -> int:
 
 
 def _batches(recipe: Recipe, data: TrainingData, tokens: int, rank: int = 0, world_size: int = 1) -> TokenBatches:
-    longest = int(data.encoded.lengths.max())
+    longest, room = int(data.encoded.lengths.max()), recipe.data.max_length
+    if recipe.engine.tokens_per_forward is not None:
+        room = min(room, recipe.engine.tokens_per_forward)  # a row is the least that a pass reads
     return TokenBatches(
         data.encoded,
         tokens,
         recipe.engine.tokens_per_forward,
-        length=max(longest, recipe.data.max_length) if recipe.data.packing else longest,
+        length=max(longest, room) if recipe.data.packing else longest,
         packing=recipe.data.packing,
         seed=recipe.seed,
         rank=rank,

@@ -86,6 +86,9 @@ def test_several_sources_and_a_limit(tmp_path):
         ([{"turns": [" "]}], "line 1: no turn with any text"),
         ([{"text": 5}], "line 1: text is int"),
         ([{"prompt": 5}], "line 1: prompt is int"),
+        ([{"conversations": [{"from": ["human"], "value": "x"}]}], "line 1: message 0 has no role"),
+        (['{"prompt": ' + "9" * 5000 + "}"], "line 1: cannot be read as JSON"),
+        (["[" * 100_000], "line 1: cannot be read as JSON"),
     ],
 )
 def test_bad_rows_name_file_and_line(tmp_path, rows, reason):

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.data.store import ArraySpec, Store, StoredSequence, bytes_per_row, hidden_arrays, top_k_arrays
+from draftsmith.data.store import (
+    ArraySpec,
+    Store,
+    StoredSequence,
+    as_stored,
+    bytes_per_row,
+    hidden_arrays,
+    top_k_arrays,
+)
 from draftsmith.data.store_writer import StoreWriter, drop_from, rebuild
 from draftsmith.errors import BadInput
 
@@ -157,6 +165,30 @@ def test_exception_keeps_what_was_appended(tmp_path):
     assert len(Store(tmp_path)) == 1
 
 
+def test_sequences_that_belong_together_are_all_there_or_none(tmp_path):
+    with StoreWriter(tmp_path, FINGERPRINT, ARRAYS) as writer:
+        writer.append(sequence(0))
+        writer.append_all([sequence(1), sequence(2)])
+    wrong = sequence(5)._replace(arrays={})
+    with pytest.raises(BadInput, match="expected"), StoreWriter(tmp_path, FINGERPRINT, ARRAYS) as writer:
+        writer.append_all([sequence(3), sequence(4), wrong])
+    with StoreWriter(tmp_path, FINGERPRINT, ARRAYS) as writer:
+        assert (len(writer), writer.done) == (3, {0, 1, 2})
+        writer.append_all([sequence(3), sequence(4)])
+    for number, found in enumerate(Store(tmp_path)):
+        assert_same(found, sequence(number))
+
+
+def test_values_beyond_the_range_of_their_type_are_refused():
+    large = torch.tensor([[1.0, 7e4]])
+    with pytest.raises(
+        BadInput, match=r"hidden states of layer 3: values beyond the range of float16: set target\.dtype"
+    ):
+        as_stored("hidden states of layer 3", large, torch.float16)
+    assert torch.equal(as_stored("x", large, torch.bfloat16), large.bfloat16())
+    assert as_stored("x", torch.tensor([[torch.inf]]), torch.float16).isinf().all()
+
+
 def test_another_fingerprint_is_refused_by_name(tmp_path):
     write(tmp_path / "s")
     changed = {**FINGERPRINT, "tokenizer": "c3", "settings": {"temperature": 0.8}}
@@ -230,7 +262,7 @@ def test_wrong_arrays_are_refused(tmp_path):
             writer.append(StoredSequence(ids, 0))
         with pytest.raises(BadInput, match=r"hidden is \[3, 5\]"):
             writer.append(StoredSequence(ids, 0, {"hidden": torch.zeros(3, 5)}))
-        with pytest.raises(BadInput, match=r"beyond the range of torch\.float16"):
+        with pytest.raises(BadInput, match=r"beyond the range of float16"):
             writer.append(StoredSequence(ids, 0, {"hidden": torch.full((3, 2), 1e6)}))
         with pytest.raises(BadInput, match="prompt of 4 tokens"):
             writer.append(StoredSequence(ids, 4, {"hidden": torch.zeros(3, 2)}))

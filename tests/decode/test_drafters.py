@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith import speculative_generate
+from draftsmith import checks, speculative_generate
 from draftsmith.decode.drafters import WITHOUT_TRAINING, as_drafter, drafter_without_training, is_without_training
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.tree import as_layout
@@ -145,6 +145,9 @@ class TestNames:
         assert padding("jacobi", eos_token_id=[5, 6]) == 5
         assert padding("jacobi:pad_id=4", eos_token_id=5) == 4
         assert vars(drafter_without_training("jacobi"))["pad_id"] == 0
+
+    def test_the_names_are_those_that_the_command_line_knows(self):
+        assert tuple(WITHOUT_TRAINING) == checks.WITHOUT_TRAINING
 
     @pytest.mark.parametrize("name", [name for name in WITHOUT_TRAINING if name != "suffix"])
     def test_drafters_of_chains_take_no_tree(self, name, tiny_llama):

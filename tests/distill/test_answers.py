@@ -124,6 +124,17 @@ def test_rounds_hold_exactly_what_was_asked_for(target, given, own, share):
     assert all(number // job.round_size < rounds for number in numbers)
 
 
+def test_a_chat_that_the_template_refuses_is_named_before_anything_is_written(chat_folder, tmp_path):
+    target = load_target(str(chat_folder / "model"))
+    assert target.tokenizer is not None
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
+    target.tokenizer.chat_template = refusing + target.tokenizer.chat_template  # type: ignore[operator]
+    asked = [*questions(3), user("How many lamps?", system="Count.", name=7)]
+    with pytest.raises(BadInput, match=r"data\.prompts: example 7: .*no system prompt"):
+        write_answers(target, asked, False, SETTINGS, Amount(), tmp_path / "answers")
+    assert not (tmp_path / "answers").exists()
+
+
 def killed(work, moment):
     """Run `work` in a child process that `moment(kill)` prepares; it must end by SIGKILL."""
     child = os.fork()
@@ -163,8 +174,8 @@ def test_a_killed_run_goes_on_to_the_same_answers(target, tmp_path, monkeypatch)
     whole = write_answers(target, asked, True, settings, Amount(own_prompts=40), tmp_path / "whole")
     for owner, name, number in [
         (answer_rounds, "generate_batched", 2),  # round 0: prompts are written, answers are not
-        (answers.StoreWriter, "append", 3),
-        (answers.StoreWriter, "flush", 2),  # round 1 is complete but for its shard
+        (answers.StoreWriter, "_take", 3),
+        (answers.StoreWriter, "flush", 4),  # round 1 is complete but for its shard
         (answer_rounds.Rounds, "_answer", 2),  # in round 2
         (answers.StoreWriter, "finish", 1),
     ]:

@@ -6,6 +6,8 @@ import torch
 from draftsmith.data.chats import Encoded
 from draftsmith.data.encoded_set import EncodedSet
 from draftsmith.data.packing import pack
+from draftsmith.data.store import hidden_arrays
+from draftsmith.data.store_writer import StoreWriter
 from draftsmith.distill.batch import distill_batch
 from draftsmith.distill.chunked_targets import TargetHidden, TargetTopK
 from draftsmith.distill.steps import CachedTeacher
@@ -84,6 +86,26 @@ def test_states_of_a_bf16_target_are_kept_as_they_are(tiny_llama, tmp_path):
     out = target.model(input_ids=torch.tensor([encoded[0].input_ids]), output_hidden_states=True)
     assert store.arrays["states_1"].dtype == torch.bfloat16
     torch.testing.assert_close(store[0].arrays["states_1"], out.hidden_states[1][0], rtol=0.05, atol=0.05)
+
+
+def test_a_finished_cache_is_read_while_somebody_writes_to_it(tiny_llama, tmp_path):
+    """Ranks open it side by side: none may lock the others out."""
+    target, encoded = as_target(tiny_llama()), encoded_set()
+    made = cache_teacher(target, encoded, "hidden", 0, tmp_path / "cache", "data")
+    with StoreWriter(made.folder, made.fingerprint, hidden_arrays(target.hidden_size)):
+        again = cache_teacher(target, encoded, "hidden", 0, tmp_path / "cache", "data")
+    assert torch.equal(again[2].arrays["hidden"], made[2].arrays["hidden"])
+
+
+def test_more_ids_than_there_are_is_all_of_them(tiny_llama, tmp_path):
+    target, encoded = as_target(tiny_llama(vocab_size=40)), encoded_set()
+    encoded = EncodedSet.collect(
+        [(i, Encoded([n % 40 for n in encoded[i].input_ids], encoded[i].loss_mask)) for i in range(5)]
+    )
+    store = cache_teacher(target, encoded, "topk", 64, tmp_path / "cache", "data")
+    arrays = store[1].arrays
+    assert arrays["top_ids"].shape == (3, 40)
+    torch.testing.assert_close(arrays["top_log_probs"].exp().sum(-1), torch.ones(3))
 
 
 def test_other_layers_and_layers_that_do_not_exist_are_refused(tiny_llama, tmp_path):

@@ -26,6 +26,27 @@ def simulate(conditional, cost_ratio, curve, steps, seed=0):
     return tokens / steps, tokens / time
 
 
+def test_steps_without_a_draft_count_as_plain_ones():
+    """A look-up that finds something in a fifth of the steps."""
+    accepted, drafted = np.full(4, 20.0), np.full(4, 20.0)
+    found = cost_model.counted_speedup(accepted, drafted, np.asarray(100.0), 0.1, FLAT)
+    assert float(found) == pytest.approx((100 + 80) / (80 + 20 * 1.4))
+    (_, _, _, by_length, *_) = cost_model.speedup_by_length(np.ones(4), 0.1, FLAT, drafting=0.2)
+    assert by_length == pytest.approx(float(found))
+    assert by_length < cost_model.speedup_by_length(np.ones(4), 0.1, FLAT)[3] / 2
+    # Drafts of different lengths: 40 steps of one token, 20 of three.
+    mixed = cost_model.counted_speedup(
+        np.array([30.0, 10.0, 5.0]), np.array([60.0, 20.0, 20.0]), np.asarray(100.0), 0.1, CURVE
+    )
+    cost = 40 + 40 * (0.1 + CURVE[1]) + 20 * (0.3 + CURVE[3])
+    assert float(mixed) == pytest.approx(145 / cost)
+    # Trees: 150 nodes in the 50 steps that draft.
+    tree = cost_model.counted_speedup(
+        np.array([25.0]), np.array([50.0]), np.asarray(100.0), 0.1, CURVE, passes=1, nodes=np.asarray(150.0)
+    )
+    assert float(tree) == pytest.approx(125 / (50 + 50 * (0.1 + CURVE[3])))
+
+
 def test_expected_tokens_and_speedup_equal_a_simulation():
     conditional = np.array([0.7, 0.55, 0.8])
     tokens, speedup = simulate(conditional, 0.12, CURVE, steps=40_000)

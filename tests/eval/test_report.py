@@ -83,7 +83,10 @@ def test_a_teacher_forced_run_has_null_where_nothing_was_decoded(make_report):
 
 
 def test_a_tree_gets_an_expectation_but_no_best_length(make_report, decoded_run):
-    run = make_report(runs=[decoded_run(tree_nodes=4)])["runs"][0]
+    record = decoded_run(tree_nodes=4)
+    for prompt in record.prompts:
+        prompt.drafted_nodes = 4 * prompt.target_calls
+    run = make_report(runs=[record])["runs"][0]
     expected = cost_model.expected_speedup(
         np.array(run["conditional_acceptance"]), 2, 0.1, run["verification_cost"], verified_tokens=5
     )

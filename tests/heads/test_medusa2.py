@@ -32,6 +32,18 @@ CHANGING = {
 }
 
 
+def test_an_adapter_on_a_bf16_target_is_trained_in_float32(tiny_llama, lab):
+    """Beside DeepSpeed nothing keeps a copy: small steps would vanish in bf16."""
+    target = as_target(tiny_llama(layers=2).bfloat16())
+    made = lab.prepared(CHANGING["medusa2"], target)
+    adapter = {name: weight for name, weight in made.objective.named_parameters() if weight.requires_grad}
+    assert {weight.dtype for weight in adapter.values()} == {torch.float32}
+    assert {weight.dtype for name, weight in target.model.named_parameters() if "lora" not in name} == {torch.bfloat16}
+    batch = lab.batch_of(lab.greedy_rows(target, 4, 8))
+    made.objective(batch).loss_sum.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in adapter.values())
+
+
 @pytest.mark.parametrize("kind", CHANGING)
 def test_every_head_learns_what_it_alone_is_responsible_for(kind, copier, lab):
     """While the target that is trained along goes on copying. The decoder then accepts what it drafts."""

@@ -90,6 +90,10 @@ def test_a_search_takes_one_process(recipe):
 
 
 BY_SIZES = {
+    "a draft model of fewer positions than the examples": (
+        {"kind": "model", "init": {"config": {"max_position_embeddings": 48, "num_hidden_layers": 1}}},
+        r"data\.max_length: \d+ tokens, but the drafter reads 48: set it to at most 48",
+    ),
     "more ids than there are": ({**ONE_LAYER, "vocabulary": 999}, r"drafter\.vocabulary: 999 ids, the target has 384"),
     "more ids for heads": ({"kind": "medusa", "vocabulary": 999}, r"drafter\.vocabulary: 999 ids, the target has 384"),
     "an exit behind the last layer": (

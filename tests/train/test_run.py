@@ -293,6 +293,24 @@ def test_a_run_stopped_by_a_signal_saves_and_goes_on_bit_for_bit(start, whole, m
     assert_same_run(start("stopped", resume=True, **RANDOM), whole)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_starts_as_it_did_at_first(start, capsys):
+    """The fit before the first step included."""
+    cut = {"drafter": {"init": ONE_LAYER, "vocabulary": 200}, "engine": {"checkpoint_every": 12, "steps": 12}}
+    first = start("first", **cut)
+    again = start("again", **cut)
+    (again / "final").rename(again / "put away")
+    (checkpoint_file,) = again.glob("step_*/trainee.safetensors")
+    with checkpoint_file.open("ab") as file:
+        file.write(b"x")
+    capsys.readouterr()
+    start("again", resume=True, **cut)
+    said = capsys.readouterr().out
+    assert "no sound checkpoint is left: starting from step 0" in said
+    assert said.count("fitting the drafter to the target") == 1
+    assert losses(again) == losses(first)
+    assert weights(again) == weights(first)
+
+
 def test_a_finished_run_says_so_and_is_not_begun_again(start, capsys):
     folder = start()
     before, log = weights(folder), (folder / "metrics.jsonl").read_bytes()
@@ -312,18 +330,18 @@ def test_two_runs_of_one_recipe_are_the_same_run(start, whole):
 
 
 def test_a_budget_in_minutes_is_turned_into_steps_once(start, monkeypatch, capsys):
-    budget = {"steps": None, "minutes": 0.03, "max_epochs": 9}
+    budget = {"steps": None, "minutes": 20, "max_epochs": 9}  # of which the data's share is not spent here
 
-    def a_tenth(work, repeats=1):
+    def slowly(work, repeats=1):
         work()
-        return 0.1
+        return 100.0
 
-    monkeypatch.setattr(run, "timed", a_tenth)
+    monkeypatch.setattr(run, "timed", slowly)
     folder = start("timed", engine=budget, data={"responses": "target", "max_new_tokens": 12})
     taken = len(records(folder))
     assert capsys.readouterr().out.count("held-out prompts after step 0: ") == 1
-    # 1.8 s, of which training gets 30 %; eight steps are 1.25 x 0.1 s, and a sixth of an evaluation's 0.1 s joins each.
-    assert taken == int(1.8 * 0.3 / (0.125 / 8 + 0.1 / 6))
+    # 1,200 s, of which training gets 30 %; eight steps are 1.25 x 100 s, and a sixth of an evaluation's 100 s joins each.
+    assert taken == int(1200 * 0.3 / (125 / 8 + 100 / 6)) == 11
     monkeypatch.setattr(run, "timed", lambda work, repeats=1: 1e-9)
     (folder / "final").rename(folder / "put away")
     start("timed", resume=True, engine=budget, data={"responses": "target", "max_new_tokens": 12})
