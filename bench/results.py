@@ -46,6 +46,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of a run")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument(
+        "--losses-on",
+        choices=[row.name for row in SOURCES],
+        help="the source that the losses are compared on; default: the best one",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, train nothing")
     return parser.parse_args()
 
@@ -75,9 +80,9 @@ def losses_on(source: Row, fixed: Row) -> list[Row]:
 def page(sweep: Sweep, options: argparse.Namespace, sources: list[Measured], losses: list[Measured]) -> list[str]:
     """The page's lines."""
     machine, found = host(), versions()
-    best = best_of(sources)
+    best = options.losses_on or best_of(sources).name
     fixed = best_of([row for row in sources if row.name != ON_POLICY]).name
-    kept = "" if best.name == fixed else f" (cross_entropy, which needs tokens of others: {fixed})"
+    kept = f" (cross_entropy, which needs tokens of others: {fixed})" if best == ON_POLICY else ""
     return [
         "# Which data, which loss",
         "",
@@ -101,7 +106,7 @@ def page(sweep: Sweep, options: argparse.Namespace, sources: list[Measured], los
         ordering("DistillSpec (arXiv:2310.08461): data that the drafter writes help", [ON_POLICY], "target", sources),
         ordering("the target's own answers beat given ones", ["target"], "given", sources),
         "",
-        f"## The loss, on: {best.name}{kept}",
+        f"## The loss, on: {best}{kept}",
         "",
         *table(losses, "forward_kl"),
         "",
@@ -127,10 +132,10 @@ def run(sweep: Sweep, options: argparse.Namespace) -> int:
         print("\n".join(["no run on fixed data finished:", *failed]), file=sys.stderr)
         return 1
     rows = {row.name: row for row in SOURCES}
-    best = rows[best_of(sources).name]
+    best = rows[options.losses_on or best_of(sources).name]
     fixed = rows[best_of([row for row in sources if row.name != ON_POLICY]).name]
     # A folder a source: with more seeds or chats another one may win, and its runs are others.
-    others = train_rows(sweep, f"losses on {best.name}", losses_on(best, fixed))
+    others = train_rows(sweep, f"losses on {best.name}", losses_on(best, fixed if best.name == ON_POLICY else best))
     losses = measured({"forward_kl": outcomes[best.name], **others}, held_out)
     failed += problems(others)
     lines = page(sweep, options, sources, losses)

@@ -70,7 +70,7 @@ def resampling_weights(
 def estimate(
     statistic: Callable[..., np.ndarray],
     weights: Float[np.ndarray, "resamples prompts"],
-    *counts: Float[np.ndarray, "prompts *k"],
+    *counts: Float[np.ndarray, "prompts ..."],
 ) -> Estimate:
     """`statistic` of the summed `counts`, with its interval over the resamples in `weights`.
 

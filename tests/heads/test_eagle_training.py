@@ -203,7 +203,7 @@ def trained(copying):
         made = training(copying.target, version, unroll=5, step_decay=1.0)
         batches = [copied(copying, seed) for seed in range(60)]
         made.objective.fit(batches)
-        fit(made.objective, batches, steps=160, learning_rate=1e-2)
+        fit(made.objective, batches, steps=240, learning_rate=1e-2)
         found[version] = made
     return found
 
