@@ -35,6 +35,8 @@ class Lookahead:
         check_whole("lookahead", 1, candidates=candidates)
         if window > 512:
             raise BadInput(f"lookahead: a window of {window} positions is a mistake, expected at most 512")
+        if window * (ngram - 1) > 2**14:
+            raise BadInput(f"lookahead: {ngram - 1} levels of {window} positions, expected at most {2**14:,} together")
         self.window, self.ngram, self.candidates = window, ngram, candidates
         self.pool_from_prompt = pool_from_prompt
         self.wants = {"logits": True}

@@ -130,6 +130,8 @@ class TestNames:
             ("suffix:max_match=long", "max_match of 'suffix' is 'long', expected a whole number"),
             ("suffix:max_match=0", "max_match is 0, expected a whole number of at least 1"),
             ("lookahead:window=2.5", "window of 'lookahead' is '2.5', expected a whole number"),
+            ("lookahead:window=600", "a window of 600 positions"),
+            ("lookahead:window=500,ngram=100000", "99999 levels of 500 positions, expected at most 16,384 together"),
             ("jacobi:pad_id=-1", "pad_id is -1"),
         ],
     )
