@@ -115,9 +115,7 @@ class DraftModel:
         """Its own last hidden states, for every position of right-padded rows. The target's are not used."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         limit = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
-        if (
-            limit is not None and input_ids.shape[1] > limit
-        ):  # as where it drafts: the last position stands for all beyond
+        if limit is not None:  # as where it drafts: the last position stands for all beyond
             positions = positions.clamp(max=limit - 1)
         out = self.lm.backbone(
             input_ids=self._known(input_ids),

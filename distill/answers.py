@@ -60,7 +60,7 @@ def write_answers(
     with writing_in(target, job.dtype) as job.author:
         if (folder / INDEX).exists():
             mend(folder, fingerprint, partial(job.again, folder=folder))
-        with StoreWriter(folder, fingerprint, arrays, shard_bytes=2**62, flush_seconds=float("inf")) as writer:
+        with StoreWriter(folder, fingerprint, arrays) as writer:
             _write_rounds(job, writer, folder / "rounds.json")
             if not len(writer):
                 raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")

@@ -114,9 +114,8 @@ def counted_speedup(
             drafting = drafted[..., 0]
             own = 0.0 if passes is None else passes
             mean = np.where(drafting > 0, nodes / np.maximum(drafting, 1e-12), 0.0)
-            each = np.vectorize(lambda size: step_cost(own, size + 1, cost_ratio, verification_cost), otypes=[float])(
-                mean
-            )
+            sizes = np.arange(1, len(verification_cost) + 1)
+            each = own * cost_ratio + np.interp(mean + 1, sizes, verification_cost, right=np.nan)
             cost = steps - drafting + np.where(drafting > 0, drafting * each, 0.0)
         else:
             beyond = np.concatenate([steps[..., None], drafted, np.zeros_like(steps)[..., None]], axis=-1)

@@ -10,6 +10,7 @@ from ..data.encoded_set import EncodedSet
 from ..distill.chunked import check_temperature
 from ..distill.mixture import parse_mixture
 from ..distill.objective import DraftModelObjective
+from ..distill.rollouts import readable_length
 from ..errors import BadInput
 from ..eval.run import encode_openings, evaluation_prompts
 from ..heads.build import Trainable, build_trainable, kept_ids
@@ -64,7 +65,7 @@ def _check_positions(recipe: Recipe, target: Target, built: Trainable) -> None:
     """Raise BadInput for a draft model made for fewer positions than training's examples may have."""
     if not isinstance(built.objective, DraftModelObjective):
         return
-    limit = getattr(built.objective.lm.config.get_text_config(), "max_position_embeddings", None)
+    limit = readable_length(target, built.objective.lm)
     longest = min(recipe.data.max_length, target.context_limit or recipe.data.max_length)
     if limit is not None and limit < longest:
         raise BadInput(
