@@ -148,14 +148,14 @@ class OptimizerSection(Section):
 class EngineSection(Section):
     """How the run is executed."""
 
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"  # "auto": bf16 where the device computes it natively
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"  # "auto": bf16 where the device is faster in it
     tokens_per_step: int = Field(default=8192, ge=1)  # tokens an optimizer step, all ranks together
     tokens_per_forward: int | None = Field(default=None, ge=1)  # per rank; None: tokens_per_step / ranks
     steps: int | None = Field(default=None, ge=1)
     epochs: float | None = Field(default=None, gt=0)
     minutes: float | None = Field(default=None, gt=0)  # for the whole run, data and evaluation included
     data_share: float = Field(default=0.45, gt=0, lt=1)  # of minutes: writing prompts and answers
-    evaluate_share: float = Field(default=0.25, gt=0, lt=1)  # of minutes: kept for the final evaluation
+    evaluate_share: float = Field(default=0.25, gt=0, lt=1)  # of minutes: kept for the final evaluation, at most
     max_epochs: float | None = Field(default=None, gt=0)  # a cap under a budget in minutes
     checkpoint_every: int = Field(default=200, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 import torch
 
 from ..decode.packed import unpack, unpacked, use_backend
-from ..models.native import quick_dtype
+from ..decode.quick import quick_dtype
 from ..models.target import Target, in_dtype
 from ..progress import say
 
 
-def writing_dtype(asked: str | None, loaded: torch.dtype, device: torch.device) -> torch.dtype:
-    """What `data.dtype` means for a target that was loaded in `loaded` on `device`.
+def writing_dtype(asked: str | None, loaded: torch.dtype, device: torch.device, rows: int) -> torch.dtype:
+    """What `data.dtype` means for a target that was loaded in `loaded` on `device` and writes `rows` sequences side by side.
 
-    None is `loaded` itself, ``"auto"`` the :func:`~.models.native.quick_dtype`. Other values name a torch dtype.
+    None is `loaded` itself, ``"auto"`` the :func:`~.decode.quick.quick_dtype`. Other values name a torch dtype.
     """
     if asked == "auto":
-        return quick_dtype(loaded, device)
+        return quick_dtype(loaded, device, rows)
     return loaded if asked is None else getattr(torch, asked)
 
 

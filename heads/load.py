@@ -8,11 +8,11 @@ import torch
 from ..decode.draft import Drafter
 from ..decode.draft_model import DraftModel
 from ..decode.drafters import drafter_without_training, is_without_training
+from ..decode.quick import quick_dtype
 from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
 from ..models.loading import check_dtype
-from ..models.native import quick_dtype
 from ..models.target import Target, as_target
 from .eagle import KIND as EAGLE
 from .eagle import load_eagle
@@ -33,8 +33,8 @@ def load_drafter(folder_or_name: str | Path, target: Any, dtype: str | torch.dty
 
     `folder_or_name` is a checkpoint (a run's ``final/``), any causal LM (a folder or a hub id) with the target's tokenizer,
     or the name of a drafter that needs no training. A draft model is loaded in `dtype`: the target's (``"target"``), one by
-    name, or ``"auto"``: bfloat16 beside a target in float32 on a CPU with fast products in it, else the target's. No rule
-    depends on it: draft tokens are drawn from the probabilities that the rules are given.
+    name, or ``"auto"``: bfloat16 beside a target in float32 on a CPU whose passes over one token are faster in it, else the
+    target's. No rule depends on it: draft tokens are drawn from the probabilities that the rules are given.
 
     Raises:
         BadInput: not found, trained for another target, another tokenizer, a kind that is not known, or a `dtype` for a kind
@@ -69,7 +69,7 @@ def _resolved(dtype: str | torch.dtype, target: Target) -> torch.dtype:
     if dtype == "target":
         return target.dtype
     if dtype == "auto":
-        return quick_dtype(target.dtype, target.device)
+        return quick_dtype(target.dtype, target.device, rows=1)
     named = check_dtype(dtype)
     assert isinstance(named, torch.dtype)
     return named

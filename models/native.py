@@ -8,24 +8,16 @@ from typing import Any
 import torch
 
 
-def fast_bf16(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32 on `device`, because its hardware has instructions for them.
+def has_bf16_products(device: torch.device) -> bool:
+    """Whether `device` has instructions for products in bfloat16, which says nothing yet of their speed.
 
     A CPU without them computes the same, but converts to float32 first. False where torch cannot tell.
     """
     if device.type == "cuda":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
-        return torch.backends.mkldnn.is_available() and _has_bf16_products(_capabilities())
+        return torch.backends.mkldnn.is_available() and _any_bf16_products(_capabilities())
     return False
-
-
-def quick_dtype(loaded: torch.dtype, device: torch.device) -> torch.dtype:
-    """What ``"auto"`` means for work that need not be in float32: bfloat16 in the place of float32 on a CPU with fast
-    products in it, else the dtype that the target was loaded in.
-    """
-    quicker = loaded == torch.float32 and device.type == "cpu" and fast_bf16(device)
-    return torch.bfloat16 if quicker else loaded
 
 
 def release_freed_memory() -> None:
@@ -44,6 +36,6 @@ def _capabilities() -> Mapping[str, Any]:
     return read()
 
 
-def _has_bf16_products(capabilities: Mapping[str, Any]) -> bool:
+def _any_bf16_products(capabilities: Mapping[str, Any]) -> bool:
     # x86: AVX-512's dot products or AMX's tiles; `avx_ne_convert` only converts. ARM: BFMMLA, of NEON or of SVE.
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))

@@ -1,6 +1,7 @@
 """A budget in minutes becomes numbers of steps once, at the start, and is noted in the run's folder."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,25 @@ class Budget(NamedTuple):
     seconds: float | None
 
 
-def seconds_for_data(engine: EngineSection) -> float | None:
-    """The data's share of a budget in minutes; None under another budget."""
-    return None if engine.minutes is None else 60 * engine.minutes * engine.data_share
+class Shares(NamedTuple):
+    """Seconds of a budget in minutes: for prompts and answers, and for training with the evaluations on its way."""
+
+    data: float
+    training: float
+
+
+def split_minutes(engine: EngineSection, evaluation: float = math.inf) -> Shares | None:
+    """What data and training get of a budget in minutes; None under another budget.
+
+    `evaluation`: seconds that the evaluation after the training is expected to take. Where its share of the budget is more
+    than that, the rest goes to data and training, in proportion to theirs.
+    """
+    if engine.minutes is None:
+        return None
+    total = 60 * engine.minutes
+    left = total - min(total * engine.evaluate_share, evaluation)
+    data = left * engine.data_share / (1 - engine.evaluate_share)
+    return Shares(data, left - data)
 
 
 def fix_budget(
@@ -28,13 +45,15 @@ def fix_budget(
     seconds_a_step: Callable[[], float],
     seconds_an_evaluation: Callable[[], float],
     evaluate_every: int,
+    shares: Shares | None = None,
     elapsed: Callable[[], float] = lambda: 0.0,
 ) -> Budget:
     """The number of steps: as noted in `file`, else worked out from the recipe and noted there.
 
-    ``steps_in(epochs)`` counts the steps of that many epochs. Under a budget in minutes training gets what data and final
-    evaluation leave, from which the evaluations on the way are taken too. `elapsed`: seconds since the run began; what went
-    beyond the data's share, a slow machine's loading and measuring too, is taken from training's, down to a quarter of it.
+    ``steps_in(epochs)`` counts the steps of that many epochs. Under a budget in minutes training gets its part of
+    `shares` (default: as :func:`split_minutes` has them), from which the evaluations on the way are taken too. `elapsed`:
+    seconds since the run began; what went beyond the data's share, a slow machine's loading and measuring too, is taken
+    from training's, down to a quarter of it.
     """
     if file.exists():
         noted = json.loads(file.read_text())
@@ -44,11 +63,11 @@ def fix_budget(
     elif engine.epochs is not None:
         budget = Budget(max(1, steps_in(engine.epochs)), None)
     else:
-        assert engine.minutes is not None
-        share = 1 - engine.data_share - engine.evaluate_share
+        shares = shares or split_minutes(engine)
+        assert shares is not None
         each = seconds_a_step() + seconds_an_evaluation() / evaluate_every
-        late = max(0.0, elapsed() - 60 * engine.minutes * engine.data_share)
-        available = max(60 * engine.minutes * share - late, 60 * engine.minutes * share / 4)
+        late = max(0.0, elapsed() - shares.data)
+        available = max(shares.training - late, shares.training / 4)
         steps = max(1, int(available / each))
         if engine.max_epochs is not None:
             steps = min(steps, max(1, steps_in(engine.max_epochs)))

@@ -79,7 +79,7 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         prompt_sampling=None if data.prompt_sampling is None else served_sampling(data.prompt_sampling),
         self_share=data.self_share,
         keep_states=tuple(dict.fromkeys(absolute_layer(layer, target.num_layers) for layer in read or ())),
-        dtype=writing_dtype(data.dtype, target.dtype, target.device),
+        dtype=writing_dtype(data.dtype, target.dtype, target.device, data.generation_batch),
     )
     amount = Amount(data.num_self_prompts, seconds)
     store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")

@@ -38,7 +38,7 @@ def dry_run(recipe: Recipe, num_processes: int = 1) -> str:
     check_dtype(recipe, dtype, device)
     lines += parameter_lines(recipe, config, tokenizer)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    written_in = writing_dtype(recipe.data.dtype, dtype, device)
+    written_in = writing_dtype(recipe.data.dtype, dtype, device, recipe.data.generation_batch)
     lines += list(_data_lines(recipe, examples, tokenizer, limit, written_in))
     lines.append(f"training: in {resolve_precision(recipe.engine.precision, device)}")
     lines.append(f"evaluation: {len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit)):,} prompts")

@@ -21,9 +21,9 @@ from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, Dis
 from torch import nn
 
 from ..decode.packed import fast_products
+from ..decode.quick import MANY_ROWS, quicker_in_bf16
 from ..distill.trainee import LossSums, MicroBatch
 from ..errors import BadInput
-from ..models.native import fast_bf16
 from .optimizer import build_adamw
 from .rng import seed_all
 from .weights import read_weights, write_weights
@@ -35,10 +35,10 @@ _PATIENCE = timedelta(hours=12)
 
 
 def resolve_precision(asked: Precision | Literal["auto"], device: torch.device) -> Precision:
-    """`asked` itself; ``"auto"`` is bf16 where `device` computes products in it natively, else fp32."""
+    """`asked` itself; ``"auto"`` is bf16 where the products of a training step are faster in it on `device`, else fp32."""
     if asked != "auto":
         return asked
-    return "bf16" if fast_bf16(device) else "fp32"
+    return "bf16" if quicker_in_bf16(device, MANY_ROWS) else "fp32"
 
 
 def start_engine(

@@ -9,19 +9,21 @@ from typing import Any
 
 from torch import nn
 
+from ..decode.costs import time_passes
 from ..decode.packed import fast_products, unpack, use_backend
 from ..distill.batch import DistillBatch
 from ..distill.head_fit import fit_head, has_own_head
 from ..distill.objective import DraftModelObjective
 from ..distill.trainee import Staged, StepSource
 from ..errors import BadInput
+from ..eval.run import evaluation_prompts
 from ..heads.build import Trainable, build_trainable
 from ..models.target import Target, load_target
 from ..progress import say
 from ..provenance import Provenance, open_run
-from ..recipe import ModelDrafter, Recipe
+from ..recipe import ModelDrafter, Recipe, trains
 from . import checkpoint, loop
-from .budget import Budget, fix_budget, seconds_for_data, timed
+from .budget import Budget, Shares, fix_budget, split_minutes, timed
 from .checks import check_recipe, check_run
 from .data import TrainingData, prepare_data, served_sampling
 from .dry_run import dry_run
@@ -32,6 +34,9 @@ from .search import run_search
 from .steps import build_steps, fitting_batches, steps_in
 
 FINAL, START = "final", "start"
+# `draftsmith eval` decodes every prompt plainly and with the drafter, and scores what both drafters say of the answers: about
+# as long as decoding three times. Loading, choosing a tree and measuring costs come first.
+_EVALUATION_TIMES, _EVALUATION_SETUP = 3.0, 40.0
 _TIMED_TOKENS = 4096  # of the steps that a budget in minutes is worked out from, about
 
 __all__ = ["dry_run", "train"]
@@ -64,9 +69,9 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
         target = load_target(recipe.target.model, recipe.target.dtype, engine.device, recipe.target.trust_remote_code)
         say(f"target: {target.name}, {_millions(target.model)} parameters")
         _on_main(engine, partial(check_run, recipe, target))
-        data, held_out = _prepare(recipe, target, folder, engine)
+        data, held_out, shares = _prepare(recipe, target, folder, engine)
         say(f"data: {data.encoded.describe()}")
-        outcome = _run_loop(recipe, target, data, held_out, folder, engine, command, began)
+        outcome = _run_loop(recipe, target, data, held_out, folder, engine, command, (shares, began))
         if record is not None:
             record.finish(step=outcome.step, finished=outcome.finished)
     if outcome.signal is not None:
@@ -74,18 +79,34 @@ def train(recipe: Recipe, *, resume: bool, command: list[str]) -> Path:
     return folder / FINAL
 
 
-def _prepare(recipe: Recipe, target: Target, folder: Path, engine: Engine) -> tuple[TrainingData, HeldOut | None]:
-    """What to learn from and what to measure on. Rank 0 makes what is made once; the others read it."""
+def _prepare(
+    recipe: Recipe, target: Target, folder: Path, engine: Engine
+) -> tuple[TrainingData, HeldOut | None, Shares | None]:
+    """What to learn from, what to measure on, and the seconds for it. Rank 0 makes what is made once; the others read it."""
     backend = use_backend(target.model, "auto")
     say(f"linear layers of the target: {backend}")
-    seconds = seconds_for_data(recipe.engine)
+    shares = engine.share(_on_main(engine, partial(_shares, recipe, target)))
+    seconds = None if shares is None else shares.data
     data = _on_main_first(engine, partial(prepare_data, recipe, target, folder / "data", seconds))
     sampling = served_sampling(recipe.evaluate.sampling)
     measure = partial(HeldOut, recipe.evaluate, target, sampling, recipe.data.generation_batch, recipe.seed)
     # A sharded drafter is measured by all ranks or by none.
     held_out = _on_main_first(engine, measure) if engine.zero_stage == 3 else _on_main(engine, measure)
     unpack(target.model)
-    return data, held_out
+    return data, held_out, shares
+
+
+def _shares(recipe: Recipe, target: Target) -> Shares | None:
+    """How a budget in minutes is split, by what the evaluation after the training will take on this machine."""
+    if recipe.engine.minutes is None or not trains(
+        recipe.drafter
+    ):  # a search's share is that of its own last measurements
+        return split_minutes(recipe.engine)
+    prompt = [0] * min(64, (target.context_limit or 65) - 1)
+    a_token = time_passes({"target": target.model}, prompt, seconds=0.5)["target"]
+    prompts = len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit))
+    plain = prompts * recipe.evaluate.max_new_tokens * a_token
+    return split_minutes(recipe.engine, _EVALUATION_SETUP + _EVALUATION_TIMES * plain)
 
 
 def _run_loop(
@@ -96,8 +117,9 @@ def _run_loop(
     folder: Path,
     engine: Engine,
     command: list[str],
-    began: float,
+    clock: tuple[Shares | None, float],
 ) -> loop.Outcome:
+    """`clock`: how the minutes are split, and when the run began."""
     served = served_sampling(recipe.evaluate.sampling)
     seed_all(recipe.seed)  # a drafter with random weights is the same on every rank, and when a run is begun again
     built = build_trainable(recipe.drafter, recipe.objective, target, data.encoded, served, recipe.seed)
@@ -113,7 +135,7 @@ def _run_loop(
     steps = build_steps(recipe, target, data, engine, built)
     evaluate = None if held_out is None else _evaluation(built, held_out)
     # Before the engine wraps the drafter: rank 0 measures alone, and a wrapped drafter runs on all ranks or on none.
-    fix = partial(_budget, recipe, folder, data, steps, built, held_out, engine, began)
+    fix = partial(_budget, recipe, folder, data, steps, built, held_out, engine, clock)
     budget = engine.share(_on_main(engine, fix))
     if not engine.share((folder / START).exists()):  # rank 0's answer: it may have been saved before another rank looks
         _on_main(engine, partial(built.save, folder / START))
@@ -197,8 +219,9 @@ def _budget(
     built: Trainable,
     held_out: HeldOut | None,
     engine: Engine,
-    began: float,
+    clock: tuple[Shares | None, float],
 ) -> Budget:
+    shares, began = clock
     objective, rollouts = built.objective, recipe.objective.rollouts
 
     def seconds_a_step() -> float:
@@ -243,6 +266,7 @@ def _budget(
         seconds_a_step,
         seconds_an_evaluation,
         recipe.evaluate.every,
+        shares,
         lambda: time.monotonic() - began,
     )
 

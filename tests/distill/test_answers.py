@@ -15,6 +15,7 @@ from draftsmith.data.encoded_set import EncodedSet
 from draftsmith.data.packing import pack
 from draftsmith.data.sources import Example
 from draftsmith.data.store import Store
+from draftsmith.decode import quick
 from draftsmith.decode.packed import is_packed, unpack, use_backend
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill import answer_rounds, answers, author
@@ -24,7 +25,6 @@ from draftsmith.distill.id_frequencies import expected_counts
 from draftsmith.distill.steps import CachedTeacher
 from draftsmith.distill.teacher import Teacher, all_hidden
 from draftsmith.errors import BadInput
-from draftsmith.models import native as native_module
 from draftsmith.models.target import load_target
 from draftsmith.progress import stage
 
@@ -373,8 +373,8 @@ def test_the_target_s_own_dtype_needs_no_copy(target, tmp_path, monkeypatch):
     ],
 )
 def test_the_dtype_that_is_meant(asked, loaded, device, native, expected, monkeypatch):
-    monkeypatch.setattr(native_module, "fast_bf16", lambda device: native)
-    assert author.writing_dtype(asked, loaded, torch.device(device)) == expected
+    monkeypatch.setattr(quick, "quicker_in_bf16", lambda device, rows: native and rows == 64)
+    assert author.writing_dtype(asked, loaded, torch.device(device), 64) == expected
 
 
 def test_a_target_without_a_template_continues_plain_text(chat_folder, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.models import native
-from draftsmith.models.native import fast_bf16
+from draftsmith.models.native import has_bf16_products
 
 CPU = torch.device("cpu")
 PROCESSORS = {
@@ -27,15 +27,15 @@ PROCESSORS = {
 def test_a_cpu_is_judged_by_its_instructions(capabilities, fast, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert fast_bf16(CPU) is fast
+    assert has_bf16_products(CPU) is fast
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert fast_bf16(CPU) is False, "torch's own loops use none of these instructions"
+    assert has_bf16_products(CPU) is False, "torch's own loops use none of these instructions"
 
 
 def test_what_torch_cannot_tell_is_not_assumed(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert fast_bf16(CPU) is False
-    assert fast_bf16(torch.device("meta")) is False
+    assert has_bf16_products(CPU) is False
+    assert has_bf16_products(torch.device("meta")) is False
 
 
 @pytest.mark.parametrize(("available", "supported"), [(False, True), (True, False), (True, True)])
@@ -43,7 +43,7 @@ def test_a_gpu_must_be_there_and_compute_it_in_hardware(available, supported, mo
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: (asked.append(options), supported)[1])
-    assert fast_bf16(torch.device("cuda", 0)) is (available and supported)
+    assert has_bf16_products(torch.device("cuda", 0)) is (available and supported)
     assert all(options == {"including_emulation": False} for options in asked)
 
 

@@ -1,11 +1,12 @@
 """Budgets become numbers of steps once."""
 
 import json
+import math
 
 import pytest
 
 from draftsmith.recipe import EngineSection
-from draftsmith.train.budget import Budget, fix_budget, seconds_for_data, timed
+from draftsmith.train.budget import Budget, Shares, fix_budget, split_minutes, timed
 
 
 def fix(file, engine, **settings):
@@ -59,9 +60,23 @@ def test_what_the_data_took_beyond_its_share_is_training_s_loss(elapsed, steps, 
     assert fix(tmp_path / "budget.json", engine, elapsed=lambda: elapsed).steps == steps
 
 
-def test_the_data_s_share_of_the_minutes():
-    assert seconds_for_data(EngineSection(minutes=20, data_share=0.45)) == pytest.approx(540)
-    assert seconds_for_data(EngineSection(steps=5)) is None
+@pytest.mark.parametrize(
+    ("evaluation", "data", "training"),
+    [(math.inf, 480, 360), (360, 480, 360), (150, 600, 450), (0, 1200 * 4 / 7, 1200 * 3 / 7)],
+)
+def test_what_the_evaluation_does_not_need_goes_to_data_and_training(evaluation, data, training):
+    engine = EngineSection(minutes=20, data_share=0.4, evaluate_share=0.3)
+    assert split_minutes(engine, evaluation) == pytest.approx((data, training))
+
+
+def test_other_budgets_are_not_split():
+    assert split_minutes(EngineSection(steps=5)) is None
+
+
+def test_training_gets_its_part_of_the_split(tmp_path):
+    engine = {"minutes": 10, "data_share": 0.5, "evaluate_share": 0.25}
+    assert fix(tmp_path / "a", engine, shares=Shares(320.0, 230.0), elapsed=lambda: 310.0).steps == 230
+    assert fix(tmp_path / "b", engine, shares=Shares(320.0, 230.0), elapsed=lambda: 330.0).steps == 220
 
 
 def test_the_shortest_of_several_calls_counts(monkeypatch):

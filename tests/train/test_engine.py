@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from draftsmith.decode.onednn import supported
+from draftsmith.decode.quick import MANY_ROWS
 from draftsmith.distill.trainee import LossSums
 from draftsmith.errors import BadInput
 from draftsmith.train import engine as engine_module
@@ -61,14 +62,16 @@ def test_bf16_is_autocast_over_fp32_weights(toy) -> None:
 
 
 @pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
-def test_auto_is_bf16_where_the_device_computes_it_natively(native, precision, toy, monkeypatch) -> None:
+def test_auto_is_bf16_where_a_step_s_products_are_faster_in_it(native, precision, toy, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(engine_module, "fast_bf16", lambda device: (asked.append(device.type), native)[1])
+    monkeypatch.setattr(
+        engine_module, "quicker_in_bf16", lambda device, rows: (asked.append((device.type, rows)), native)[1]
+    )
     engine = start_engine("auto")
     assert engine.precision == precision
     assert engine.accelerator.mixed_precision == {"bf16": "bf16", "fp32": "no"}[precision]
     assert engine.describe()[1].startswith(f"precision: {precision}")
-    assert asked == [engine.device.type]
+    assert asked == [(engine.device.type, MANY_ROWS)]
     assert {resolve_precision(named, engine.device) for named in ("fp32", "bf16")} == {"fp32", "bf16"}
     assert len(asked) == 1, "what is named is not looked up"
 

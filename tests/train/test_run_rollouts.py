@@ -21,6 +21,7 @@ from draftsmith.models.target import as_target
 from draftsmith.recipe import Recipe
 from draftsmith.recipe_io import load_recipe
 from draftsmith.train import run
+from draftsmith.train.budget import split_minutes
 from draftsmith.train.data import TrainingData, served_sampling
 from draftsmith.train.dry_run import dry_run
 from draftsmith.train.engine import Engine
@@ -190,6 +191,7 @@ def test_a_budget_in_minutes_counts_the_time_that_rollouts_take(staleness, start
         return 0.1
 
     monkeypatch.setattr(run, "timed", a_tenth)
+    monkeypatch.setattr(run, "_shares", lambda recipe, target: split_minutes(recipe.engine))  # untimed
     # A data share that no machine exceeds here, since training pays for that; of 1,200 s it gets 0.54.
     shares = {"minutes": 20, "data_share": 0.5, "evaluate_share": 0.5 - 0.54 / 1200}
     folder = start({**ONLINE, "staleness": staleness}, engine={"steps": None, **shares})

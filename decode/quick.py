@@ -1,0 +1,124 @@
+"""Which dtype products are faster in, by the clock: that a processor has instructions for bfloat16 does not settle it.
+
+Measured on two processors that both have AVX-512's dot products in bfloat16: a product of a thousand rows takes 0.6 of its
+time in float32 on the one, 1.9 times as long on the other. With one row, which waits for memory, it is faster on both.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..models.native import has_bf16_products
+from ..paths import home
+from .onednn import PackedProduct, supported
+
+MANY_ROWS = 512  # of a training step's products
+_WORTH_IT = 0.9  # of float32's time: what rounding must at least buy
+_SHAPES = ((576, 1536), (1536, 576))  # columns, rows of the weights that are timed: a small model's layers
+_COPIES = 12  # weights that take turns, so that each comes from memory as it does in a pass
+
+
+def quicker_in_bf16(device: torch.device, rows: int) -> bool:
+    """Whether products of `rows` rows are faster in bfloat16 than in float32 on `device`.
+
+    On a GPU what its hardware has decides. On a CPU that has such instructions both are timed, in a second, the first time
+    that a number of rows is asked for with a number of threads; the ratio is kept in the cache folder, so that every
+    process of a run, and a run that goes on, decides alike.
+    """
+    if not has_bf16_products(device):
+        return False
+    return device.type != "cpu" or (supported(torch.bfloat16) and bf16_time(rows) <= _WORTH_IT)
+
+
+def quick_dtype(loaded: torch.dtype, device: torch.device, rows: int) -> torch.dtype:
+    """What ``"auto"`` means for work in passes of `rows` rows that need not be in float32: bfloat16 in the place of float32
+    on a CPU that is faster in it, else the dtype that the target was loaded in.
+    """
+    quicker = loaded == torch.float32 and device.type == "cpu" and quicker_in_bf16(device, rows)
+    return torch.bfloat16 if quicker else loaded
+
+
+def bf16_time(rows: int) -> float:
+    """Time of products of `rows` rows in bfloat16 on this CPU as a share of their time in float32, as first measured."""
+    return _noted(rows, torch.get_num_threads())
+
+
+@cache
+def _noted(rows: int, threads: int) -> float:
+    file = home() / "speed" / f"bf16_{_machine()}_{rows}rows_{threads}threads.json"
+    existed, noted = file.exists(), _read(file)
+    if noted is None:
+        if existed:  # damaged: left there, every process would measure anew
+            with suppress(OSError):
+                file.unlink()
+        noted = _note(file, _measured(rows))
+    return noted
+
+
+def _read(file: Path) -> float | None:
+    try:
+        return float(json.loads(file.read_text())["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _note(file: Path, value: float) -> float:
+    """`value`, kept in `file`; or what another process has kept there in the meantime. A folder that cannot be written is
+    no error: the value then holds for this process.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as partial:
+            json.dump({"time": round(value, 4)}, partial)
+        try:
+            os.link(partial.name, file)  # unlike a rename, it leaves the first one's
+        except FileExistsError:
+            value = _read(file) or value
+        finally:
+            os.unlink(partial.name)
+    except OSError:
+        pass
+    return value
+
+
+def _machine() -> str:
+    """What a measurement is good for: this processor with this build of torch."""
+    try:
+        info = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        info = []
+    lasting = [
+        line for line in info if line.split(":")[0].strip() in ("model name", "model", "stepping", "flags", "Features")
+    ]
+    return hashlib.sha256("\n".join([torch.__version__, *lasting]).encode()).hexdigest()[:12]
+
+
+@torch.inference_mode()
+def _measured(rows: int, seconds: float = 0.6) -> float:
+    """In turns, the least of each: whatever else the machine does only adds."""
+    weights = [torch.randn(*shape[::-1]) for _ in range(_COPIES) for shape in _SHAPES]
+    sides = []
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = {columns: torch.randn(rows, columns, dtype=dtype) for columns, _ in _SHAPES}
+        sides.append([(PackedProduct(weight.to(dtype)), inputs[weight.shape[1]]) for weight in weights])
+    times: list[list[float]] = [[], []]
+    deadline = time.perf_counter() + seconds
+    while len(times[1]) < 3 or (time.perf_counter() < deadline and len(times[1]) < 200):
+        for side, some in zip(sides, times, strict=True):
+            some.append(_seconds(side))
+    return min(times[1]) / min(times[0])
+
+
+def _seconds(products: list[tuple[PackedProduct, Tensor]]) -> float:
+    start = time.perf_counter()
+    for product, x in products:
+        product(x)
+    return time.perf_counter() - start

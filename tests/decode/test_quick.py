@@ -1,0 +1,99 @@
+"""Which dtype is faster is measured once a machine, and every process then decides alike."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from draftsmith.decode import quick
+from draftsmith.decode.onednn import supported
+from draftsmith.decode.quick import bf16_time, quick_dtype, quicker_in_bf16
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path))
+    monkeypatch.setattr(quick, "has_bf16_products", lambda device: True)
+    monkeypatch.setattr(quick, "supported", lambda dtype: True)
+    quick._noted.cache_clear()
+    yield
+    quick._noted.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Answers of the measurement, one after another, by their number of rows."""
+    asked: list[int] = []
+
+    def answer(*times):
+        left = iter(times)
+        monkeypatch.setattr(quick, "_measured", lambda rows: (asked.append(rows), next(left))[1])
+        return asked
+
+    return answer
+
+
+@pytest.mark.parametrize(("time", "quicker"), [(0.55, True), (0.9, True), (0.95, False), (1.8, False)])
+def test_the_clock_decides_on_a_cpu_that_has_the_instructions(time, quicker, measured):
+    measured(time)
+    assert quicker_in_bf16(CPU, 64) is quicker
+    assert quick_dtype(torch.float32, CPU, 64) is (torch.bfloat16 if quicker else torch.float32)
+    assert quick_dtype(torch.float16, CPU, 64) is torch.float16
+
+
+def test_nothing_is_timed_without_the_instructions_or_on_a_gpu(measured, monkeypatch):
+    asked = measured()
+    assert quicker_in_bf16(torch.device("cuda"), 512)
+    assert quick_dtype(torch.float32, torch.device("cuda"), 512) is torch.float32, (
+        "a GPU writes in what it was loaded in"
+    )
+    monkeypatch.setattr(quick, "has_bf16_products", lambda device: False)
+    assert not quicker_in_bf16(CPU, 64)
+    assert not quicker_in_bf16(torch.device("cuda"), 512)
+    assert asked == []
+
+
+def test_another_process_reads_what_the_first_one_measured(measured, tmp_path):
+    asked = measured(0.5, 1.5)
+    assert bf16_time(64) == 0.5
+    quick._noted.cache_clear()  # as a new process has none
+    assert bf16_time(64) == 0.5
+    assert bf16_time(1) == 1.5
+    assert asked == [64, 1]
+    assert [path.suffix for path in (tmp_path / "speed").iterdir()] == [".json", ".json"]
+
+
+def test_of_processes_that_measure_at_once_all_follow_one(measured, tmp_path):
+    file = tmp_path / "speed" / "a.json"
+    with ThreadPoolExecutor(8) as pool:
+        kept = set(pool.map(lambda value: quick._note(file, value), [0.1 * number for number in range(1, 9)]))
+    assert len(kept) == 1
+    assert json.loads(file.read_text()) == {"time": pytest.approx(kept.pop())}
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"time": null}'])
+def test_a_damaged_note_is_no_error(content, measured, tmp_path):
+    asked = measured(0.5, 0.6)
+    bf16_time(64)
+    (note,) = (tmp_path / "speed").iterdir()
+    note.write_text(content)
+    quick._noted.cache_clear()
+    assert bf16_time(64) == 0.6
+    assert asked == [64, 64]
+    assert json.loads(note.read_text()) == {"time": 0.6}
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_error(measured, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path / "file"))
+    measured(0.7)
+    assert bf16_time(64) == 0.7
+
+
+@pytest.mark.skipif(not supported(torch.bfloat16), reason="no oneDNN, or none that computes bfloat16 here")
+def test_a_measurement_is_a_ratio_of_times():
+    assert 0.05 < quick._measured(4, seconds=0.05) < 50
