@@ -1,7 +1,8 @@
-"""Which dtype products are faster in, by the clock: that a processor has instructions for bfloat16 does not settle it.
+"""Which dtype and which library products are faster in, by the clock: what a processor has does not settle it.
 
 Measured on two processors that both have AVX-512's dot products in bfloat16: a product of a thousand rows takes 0.6 of its
-time in float32 on the one, 1.9 times as long on the other. With one row, which waits for memory, it is faster on both.
+time in float32 on the one, 1.9 times as long on the other. With one row, which waits for memory, it is faster on both. And
+oneDNN's products take half the time of the BLAS that torch was built with on the first, but as long on the second.
 """
 
 import hashlib
@@ -9,19 +10,22 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ..models.native import has_bf16_products
 from ..paths import home
-from .onednn import PackedProduct, supported
+from .onednn import PackedProduct, product, supported
+
+Work = Callable[[], Any]
 
 MANY_ROWS = 512  # of a training step's products
-_WORTH_IT = 0.9  # of float32's time: what rounding must at least buy
+_WORTH_IT = 0.9  # of float32's time: what rounding must at least buy; of the BLAS's: what copies and calls must
 _SHAPES = ((576, 1536), (1536, 576))  # columns, rows of the weights that are timed: a small model's layers
 _COPIES = 12  # weights that take turns, so that each comes from memory as it does in a pass
 
@@ -48,18 +52,25 @@ def quick_dtype(loaded: torch.dtype, device: torch.device, rows: int) -> torch.d
 
 def bf16_time(rows: int) -> float:
     """Time of products of `rows` rows in bfloat16 on this CPU as a share of their time in float32, as first measured."""
-    return _noted(rows, torch.get_num_threads())
+    return _noted("bf16", rows, torch.get_num_threads())
+
+
+def quicker_by_onednn() -> bool:
+    """Whether the float32 products of a training step, forward and backward, are faster by oneDNN than by torch's BLAS on
+    this CPU; measured and kept as :func:`quicker_in_bf16` has it.
+    """
+    return supported() and _noted("onednn", MANY_ROWS, torch.get_num_threads()) <= _WORTH_IT
 
 
 @cache
-def _noted(rows: int, threads: int) -> float:
-    file = home() / "speed" / f"bf16_{_machine()}_{rows}rows_{threads}threads.json"
+def _noted(what: Literal["bf16", "onednn"], rows: int, threads: int) -> float:
+    file = home() / "speed" / f"{what}_{_machine()}_{rows}rows_{threads}threads.json"
     existed, noted = file.exists(), _read(file)
     if noted is None:
         if existed:  # damaged: left there, every process would measure anew
             with suppress(OSError):
                 file.unlink()
-        noted = _note(file, _measured(rows))
+        noted = _note(file, (_measured_bf16 if what == "bf16" else _measured_onednn)(rows))
     return noted
 
 
@@ -76,14 +87,14 @@ def _note(file: Path, value: float) -> float:
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as partial:
-            json.dump({"time": round(value, 4)}, partial)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as written:
+            json.dump({"time": round(value, 4)}, written)
         try:
-            os.link(partial.name, file)  # unlike a rename, it leaves the first one's
+            os.link(written.name, file)  # unlike a rename, it leaves the first one's
         except FileExistsError:
             value = _read(file) or value
         finally:
-            os.unlink(partial.name)
+            os.unlink(written.name)
     except OSError:
         pass
     return value
@@ -102,13 +113,33 @@ def _machine() -> str:
 
 
 @torch.inference_mode()
-def _measured(rows: int, seconds: float = 0.6) -> float:
-    """In turns, the least of each: whatever else the machine does only adds."""
+def _measured_bf16(rows: int, seconds: float = 0.6) -> float:
     weights = [torch.randn(*shape[::-1]) for _ in range(_COPIES) for shape in _SHAPES]
     sides = []
     for dtype in (torch.float32, torch.bfloat16):
         inputs = {columns: torch.randn(rows, columns, dtype=dtype) for columns, _ in _SHAPES}
-        sides.append([(PackedProduct(weight.to(dtype)), inputs[weight.shape[1]]) for weight in weights])
+        products = [(PackedProduct(weight.to(dtype)), inputs[weight.shape[1]]) for weight in weights]
+        sides.append([partial(packed, x) for packed, x in products])
+    plain, other = sides
+    return _ratio(other, plain, seconds)
+
+
+@torch.inference_mode()
+def _measured_onednn(rows: int, seconds: float = 1.0) -> float:
+    plain: list[Work] = []
+    other: list[Work] = []
+    for out, size in _SHAPES:
+        weight, x, gradient = torch.randn(out, size), torch.randn(rows, size), torch.randn(rows, out)
+        # Forward, and the gradients of input and weight.
+        for a, b in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
+            plain.append(partial(torch.mm, a, b))
+            other.append(partial(product, a, b))
+    return _ratio(other, plain, seconds)
+
+
+def _ratio(work: list[Work], reference: list[Work], seconds: float) -> float:
+    """Of their times, in turns, the least of each: whatever else the machine does only adds."""
+    sides = (reference, work)
     times: list[list[float]] = [[], []]
     deadline = time.perf_counter() + seconds
     while len(times[1]) < 3 or (time.perf_counter() < deadline and len(times[1]) < 200):
@@ -117,8 +148,8 @@ def _measured(rows: int, seconds: float = 0.6) -> float:
     return min(times[1]) / min(times[0])
 
 
-def _seconds(products: list[tuple[PackedProduct, Tensor]]) -> float:
+def _seconds(work: list[Work]) -> float:
     start = time.perf_counter()
-    for product, x in products:
-        product(x)
+    for one in work:
+        one()
     return time.perf_counter() - start

@@ -2,13 +2,16 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from draftsmith.decode import quick
 from draftsmith.decode.onednn import supported
-from draftsmith.decode.quick import bf16_time, quick_dtype, quicker_in_bf16
+from draftsmith.decode.packed import FastProducts, fast_products
+from draftsmith.decode.quick import bf16_time, quick_dtype, quicker_by_onednn, quicker_in_bf16
 
 CPU = torch.device("cpu")
 
@@ -17,7 +20,7 @@ CPU = torch.device("cpu")
 def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path))
     monkeypatch.setattr(quick, "has_bf16_products", lambda device: True)
-    monkeypatch.setattr(quick, "supported", lambda dtype: True)
+    monkeypatch.setattr(quick, "supported", lambda dtype=torch.float32: True)
     quick._noted.cache_clear()
     yield
     quick._noted.cache_clear()
@@ -30,7 +33,7 @@ def measured(monkeypatch):
 
     def answer(*times):
         left = iter(times)
-        monkeypatch.setattr(quick, "_measured", lambda rows: (asked.append(rows), next(left))[1])
+        monkeypatch.setattr(quick, "_measured_bf16", lambda rows: (asked.append(rows), next(left))[1])
         return asked
 
     return answer
@@ -94,6 +97,30 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(measured, tmp_path, m
     assert bf16_time(64) == 0.7
 
 
+@pytest.mark.parametrize(("time", "quicker"), [(0.5, True), (1.3, False)])
+def test_the_clock_decides_whose_float32_products_a_step_uses(time, quicker, monkeypatch):
+    monkeypatch.setattr(quick, "_measured_onednn", lambda rows: time)
+    assert quicker_by_onednn() is quicker
+    with fast_products(CPU):
+        assert bool(_get_current_dispatch_mode_stack()) is quicker
+    monkeypatch.setattr(quick, "_measured_onednn", lambda rows: 1 - time)
+    assert quicker_by_onednn() is quicker, "measured once"
+
+
+@pytest.mark.skipif(not supported(), reason="no oneDNN")
+def test_both_libraries_products_are_the_same_up_to_rounding():
+    torch.manual_seed(0)
+    weight, x = torch.randn(300, 200, requires_grad=True), torch.randn(400, 200, requires_grad=True)
+    results = []
+    for mode in (nullcontext(), FastProducts()):
+        with mode:
+            out = torch.nn.functional.linear(x, weight)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (x, weight))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3 * float(one.abs().max()))
+    assert 0.02 < quick._measured_onednn(64, seconds=0.05) < 50
+
+
 @pytest.mark.skipif(not supported(torch.bfloat16), reason="no oneDNN, or none that computes bfloat16 here")
 def test_a_measurement_is_a_ratio_of_times():
-    assert 0.05 < quick._measured(4, seconds=0.05) < 50
+    assert 0.05 < quick._measured_bf16(4, seconds=0.05) < 50

@@ -6,7 +6,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from draftsmith.decode.onednn import supported
+from draftsmith.decode import packed
 from draftsmith.decode.quick import MANY_ROWS
 from draftsmith.distill.trainee import LossSums
 from draftsmith.errors import BadInput
@@ -76,8 +76,10 @@ def test_auto_is_bf16_where_a_step_s_products_are_faster_in_it(native, precision
     assert len(asked) == 1, "what is named is not looked up"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_passes_are_timed_as_they_will_be_computed(precision, toy) -> None:
+@pytest.mark.parametrize(("precision", "onednn"), [("fp32", True), ("fp32", False), ("bf16", True)])
+def test_passes_are_timed_as_they_will_be_computed(precision, onednn, toy, monkeypatch) -> None:
+    monkeypatch.setattr(packed, "quicker_by_onednn", lambda: onednn)
+
     class Watching(toy.Toy):
         def logits(self, ids):
             hidden = self.hidden(self.norm(self.embedding(ids)))
@@ -94,8 +96,8 @@ def test_passes_are_timed_as_they_will_be_computed(precision, toy) -> None:
     engine.prepare(trainee, **ADAMW)
     engine.forward_backward(batch, 1.0, last=True)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    # In fp32 on a CPU large products are dispatched to oneDNN; in bf16 torch does so by itself.
-    dispatched = precision == "fp32" and engine.device.type == "cpu" and supported()
+    # In fp32 on a CPU large products are dispatched to oneDNN where it is faster; in bf16 torch does so by itself.
+    dispatched = precision == "fp32" and engine.device.type == "cpu" and onednn
     assert trainee.seen == [(dtype, dispatched)] * 3
 
 
