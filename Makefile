@@ -1,10 +1,12 @@
 # Everything runs in $(VENV), made on demand. `make` alone lists the targets.
 #   PYTHON   the interpreter that the environment is made from (3.11 or newer)
+#   WORKERS  processes that `make test` runs side by side
 #   MINUTES  budget of `make demo`: prompts and answers, training and both measurements together
 
 PYTHON ?= python3
 VENV ?= .venv
 MINUTES ?= 20
+WORKERS ?= 2
 DEMO ?= runs/demo-$(MINUTES)min
 
 BIN := $(VENV)/bin
@@ -53,9 +55,9 @@ demo: install
 	@echo
 	@echo 'The report: $(DEMO)/report/report.html (the numbers: $(DEMO)/report/report.json)'
 
-# One thread: the models are tiny, and two threads on a busy machine are slower than one.
+# One thread a worker: the models are tiny, and two threads on a busy machine are slower than one.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -195,8 +195,8 @@ def test_a_budget_in_minutes_counts_the_time_that_rollouts_take(staleness, start
     # A data share that no machine exceeds here, since training pays for that; of 1,200 s it gets 0.54.
     shares = {"minutes": 20, "data_share": 0.5, "evaluate_share": 0.5 - 0.54 / 1200}
     folder = start({**ONLINE, "staleness": staleness}, engine={"steps": None, **shares})
-    # Passes take 1.25 x 0.1 s a step, rollouts 0.1 s whenever they are made.
-    assert len(records(folder)) == int(0.54 / (0.125 + 0.1 / (staleness + 1) + 0.1 / 8))
+    # Passes take 1.125 x 0.1 s a step, rollouts 0.1 s whenever they are made.
+    assert len(records(folder)) == int(0.54 / (0.1125 + 0.1 / (staleness + 1) + 0.1 / 8))
 
 
 @pytest.mark.parametrize("source", ["drafter", "online"])
