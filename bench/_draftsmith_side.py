@@ -61,6 +61,7 @@ def make_recipe(settings: dict[str, Any]) -> Recipe:
     overrides = [
         f"target.model={settings['target']}",
         f"drafter={{kind: model, model: {settings['drafter']}}}",
+        "objective.loss=forward_kl",
         f"data.max_length={settings['length']}",
         f"engine.threads={settings['threads']}",
         f"optimizer.betas={settings['betas']}",
