@@ -44,12 +44,13 @@ def write_chats(folder: Path, number: int) -> Path:
 
 
 def recipe_for(form: str, chats: Path, folder: Path, options: argparse.Namespace) -> Recipe:
-    """The demo's recipe on these chats, with this cache."""
+    """The demo's recipe on these chats under forward KL, with this cache."""
     overrides = [
         f"target.model={options.target}",
         f"data.prompts={chats}",
         "data.responses=given",
         f"data.cache={form}",
+        "objective.loss=forward_kl",
         f"engine.threads={options.threads}",
         f"output={folder}",
     ]
