@@ -18,7 +18,6 @@ from .draft import Accepted, Drafter, TargetOutputs, num_companions, share_cache
 from .forward import CachedLM
 from .sampling import Sampling
 
-
 _ENOUGH = 60  # rounds, after which a median no longer moves: passes of tiny models need not fill the time allowed
 
 
