@@ -85,10 +85,11 @@ def _note(file: Path, value: float) -> float:
     """`value`, kept in `file`; or what another process has kept there in the meantime. A folder that cannot be written is
     no error: the value then holds for this process.
     """
+    value = round(value, 4)  # as the others will read it
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as written:
-            json.dump({"time": round(value, 4)}, written)
+            json.dump({"time": value}, written)
         try:
             os.link(written.name, file)  # unlike a rename, it leaves the first one's
         except FileExistsError:
