@@ -99,10 +99,8 @@ def _prepare(
 
 def _shares(recipe: Recipe, target: Target) -> Shares | None:
     """How a budget in minutes is split, by what the evaluation after the training will take on this machine."""
-    if recipe.engine.minutes is None or not trains(
-        recipe.drafter
-    ):  # a search's share is that of its own last measurements
-        return split_minutes(recipe.engine)
+    if recipe.engine.minutes is None or not trains(recipe.drafter):
+        return split_minutes(recipe.engine)  # a search's share is that of its own last measurements
     prompt = [0] * min(64, (target.context_limit or 65) - 1)
     a_token = time_passes({"target": target.model}, prompt, seconds=0.5)["target"]
     prompts = len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit))
