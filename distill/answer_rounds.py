@@ -5,7 +5,7 @@ prompts of the rounds before it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,9 @@ from ..data.store import (
     Store,
     StoredSequence,
     as_stored,
+    hidden_arrays,
     state_array,
+    state_arrays,
     state_dtype,
 )
 from ..data.turns import has_template, template_hash
@@ -29,7 +31,7 @@ from ..errors import BadInput
 from ..models.target import Target
 from ..models.vocabulary import tokenizer_hash
 from ..models.weights_sample import weights_hash
-from ..progress import Stage, say, stage
+from ..progress import Stage, stage
 from .answer_store import size_words
 
 _PROMPT_STREAM = 1 << 40  # keeps the random streams of written prompts apart from those of answers
@@ -81,36 +83,29 @@ class Rounds:
         assert target.tokenizer is not None
         self.tokenizer: Any = target.tokenizer
         self.round_size = 4 * settings.batch_size
+        self.timed = amount.seconds is not None and amount.own_prompts is None
+        own = (math.inf if self.timed else amount.own_prompts or 0) if own_prompts else 0
+        self.prompts: int | float = len(self.examples) + own  # in all; infinity until the time left for them is known
         self.seen: set[str] = set()
         self.dropped = {"empty or unfinished": 0, "repeated": 0, "too long": 0}
 
-    @property
-    def most_rounds(self) -> int | float:
-        """Rounds until every prompt is answered; infinity where the target writes as many as there is time for."""
-        if not self.own_prompts:
-            return -(-len(self.examples) // self.round_size)
-        if self.amount.own_prompts is None:
-            return math.inf
-        for_given = -(-len(self.examples) // self._given_per_round)
-        return max(for_given, -(-(len(self.examples) + self.amount.own_prompts) // self.round_size))
+    def start(self, number: int) -> int:
+        """Prompts before a round. Where time decides how many there are, the first round is short: it is timed."""
+        return number * self.round_size - (self.round_size - self.settings.batch_size if self.timed and number else 0)
 
-    @property
-    def _given_per_round(self) -> int:
-        share = self.settings.self_share if self.own_prompts else 0.0
-        return max(1, self.round_size - round(self.round_size * share))
+    def end(self, number: int) -> int:
+        """Prompts up to the end of a round."""
+        return int(min(self.start(number + 1), self.prompts))
 
-    def given_before(self, rounds: int | float) -> int:
-        """Given prompts in the first `rounds` rounds: what the target's own share leaves of each."""
-        return int(min(len(self.examples), rounds * self._given_per_round))
+    def number(self, source: int) -> int:
+        """The round that a conversation belongs to."""
+        return next(n for n in range(source // self.round_size, source + 2) if source < self.start(n + 1))
 
-    def own_before(self, rounds: int | float) -> int:
-        """The target's own prompts in the first `rounds` rounds; what given ones leave of a round."""
-        room = rounds * self.round_size - self.given_before(rounds) if self.own_prompts else 0
-        return int(room if self.amount.own_prompts is None else min(room, self.amount.own_prompts))
-
-    def prompts_before(self, rounds: int | float) -> int:
-        """All prompts in the first `rounds` rounds."""
-        return self.given_before(rounds) + self.own_before(rounds)
+    def given_before(self, prompts: int) -> int:
+        """Given prompts among the first `prompts`: what the target's own share leaves, more where it has no more of its own."""
+        own = math.floor(prompts * self.settings.self_share) if self.own_prompts else 0
+        own = min(own, prompts if self.amount.own_prompts is None else self.amount.own_prompts)
+        return min(len(self.examples), prompts - own)
 
     def check_openings(self) -> None:
         """Render what every given conversation begins with, before hours of work. Raises BadInput that names one."""
@@ -146,7 +141,7 @@ class Rounds:
 
     def again(self, damage: Damage, folder: Path) -> list[StoredSequence]:
         """What was in a damaged shard, which holds a round: it depends on the prompts of the rounds before."""
-        store, number = Store(folder), damage.sources[0] // self.round_size
+        store, number = Store(folder), self.number(damage.sources[0])
         self.remember(store[i] for i in range(damage.indices[0]))
         dropped = dict(self.dropped)
         with stage("the target writes a round again", len(set(damage.sources)), unit="prompts") as bar:
@@ -154,17 +149,23 @@ class Rounds:
         self.dropped = dropped
         return sequences
 
-    def say_size(self, arrays: Mapping[str, ArraySpec], rounds: int | float | None) -> None:
+    def arrays(self) -> dict[str, ArraySpec]:
+        """What is kept beside token ids."""
+        found: dict[str, ArraySpec] = hidden_arrays(self.target.hidden_size) if self.settings.keep_hidden else {}
+        return found | state_arrays(self.settings.keep_states, self.target.hidden_size, self.dtype)
+
+    def most_tokens(self) -> tuple[int, int] | None:
+        """The most there can be of answers, and of them with their prompts; None until the time left for them is known."""
+        if self.prompts == math.inf:
+            return None
+        given = self.examples[: self.given_before(int(self.prompts))]
+        answers = sum(len(example.turns) for example in given) + int(self.prompts) - len(given)
+        return answers * min(self.settings.max_new_tokens, self.settings.max_length), answers * self.settings.max_length
+
+    def size(self) -> str | None:
         """What is going to be on disk, where more than token ids is kept."""
-        if not arrays:
-            return
-        answer_tokens = tokens = None
-        if rounds is not None:
-            given = self.examples[: self.given_before(rounds)]
-            answers = sum(len(example.turns) for example in given) + self.own_before(rounds)
-            answer_tokens = answers * min(self.settings.max_new_tokens, self.settings.max_length)
-            tokens = answers * self.settings.max_length
-        say(f"answers: {size_words(arrays, answer_tokens, tokens)}")
+        arrays = self.arrays()
+        return f"answers: {size_words(arrays, *(self.most_tokens() or (None, None)))}" if arrays else None
 
     def round(self, number: int, bar: Stage) -> Iterator[StoredSequence]:
         """The conversations of one round, answered turn by turn."""
@@ -195,12 +196,11 @@ class Rounds:
 
     def _conversations(self, number: int, bar: Stage) -> list[Conversation]:
         """The prompts of a round: given ones and own ones by their shares, only own ones once the given are used up."""
-        given = self.examples[self.given_before(number) : self.given_before(number + 1)]
-        first = number * self.round_size
+        first, end = self.start(number), self.end(number)
+        given = self.examples[self.given_before(first) : self.given_before(end)]
         found = [Conversation(first + i, list(example.turns), example.system) for i, example in enumerate(given)]
-        own = self.own_before(number + 1) - self.own_before(number)
-        if own:
-            found += self._write_prompts(range(first + len(given), first + len(given) + own), bar)
+        if end - first > len(given):
+            found += self._write_prompts(range(first + len(given), end), bar)
         return [conversation for conversation in found if self._is_new(conversation, bar)]
 
     def _write_prompts(self, numbers: range, bar: Stage) -> list[Conversation]:

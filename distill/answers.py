@@ -5,20 +5,14 @@ stored as a whole. So what is written depends on the settings and the seed alone
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ..data.sources import Example
-from ..data.store import (
-    INDEX,
-    ArraySpec,
-    Store,
-    hidden_arrays,
-    open_complete,
-    state_arrays,
-)
+from ..data.store import INDEX, Store, open_complete
 from ..data.store_writer import StoreWriter
 from ..errors import BadInput
 from ..models.native import release_freed_memory
@@ -27,6 +21,8 @@ from ..progress import say, stage
 from .answer_rounds import Amount, AnswerSettings, Rounds
 from .answer_store import mend
 from .author import writing_in
+
+_PLAN = "planned.json"
 
 __all__ = ["Amount", "AnswerSettings", "write_answers"]
 
@@ -41,9 +37,9 @@ def write_answers(
 ) -> Store:
     """Let the target answer `examples` (every user turn, in order) and, with `own_prompts`, prompts that it writes itself.
 
-    Under a budget in seconds the first rounds are timed, the number of rounds is fixed and noted in ``folder/rounds.json``,
-    and stays what it is however often the run is interrupted. A store that is finished is opened as it is; a damaged shard
-    is named and written again.
+    Under a budget in seconds the first rounds are timed; then the number of prompts is fixed and noted in
+    ``folder/planned.json``, and stays what it is however often the run is interrupted. A store that is finished is opened as
+    it is; a damaged shard is named and written again.
 
     Raises:
         BadInput: a store made with other settings lies in `folder`; not one prompt fits; nothing was answered.
@@ -55,13 +51,14 @@ def write_answers(
         say(f"answers: {len(store):,} of {store.num_tokens:,} tokens, prompts included, written before")
         return store
     job.check_openings()
-    arrays: dict[str, ArraySpec] = hidden_arrays(target.hidden_size) if settings.keep_hidden else {}
-    arrays |= state_arrays(settings.keep_states, target.hidden_size, job.dtype)
+    plan_file = folder / _PLAN
+    if job.timed and plan_file.exists():
+        job.prompts = json.loads(plan_file.read_text())["prompts"]
     with writing_in(target, job.dtype) as job.author:
         if (folder / INDEX).exists():
             mend(folder, fingerprint, partial(job.again, folder=folder))
-        with StoreWriter(folder, fingerprint, arrays) as writer:
-            _write_rounds(job, writer, folder / "rounds.json")
+        with StoreWriter(folder, fingerprint, job.arrays()) as writer:
+            _write_rounds(job, writer, plan_file)
             if not len(writer):
                 raise BadInput(f"data: the target answered none of the prompts ({job.dropped_words()})")
             writer.finish()
@@ -71,36 +68,46 @@ def write_answers(
 
 
 def _write_rounds(job: Rounds, writer: StoreWriter, plan_file: Path) -> None:
-    """Round after round until the planned number is written."""
-    size, most, budget = job.round_size, job.most_rounds, job.amount.seconds
-    first = max(writer.done, default=-1) // size + 1  # a round is stored as a whole, so its last number tells
+    """Round after round until the planned number of prompts is answered."""
+    # A round is stored as a whole, so its last conversation tells.
+    number, planned = job.number(max(writer.done)) + 1 if writer.done else 0, not job.timed or plan_file.exists()
     job.remember(Store(writer.folder) if len(writer) else ())
-    timed = budget is not None and job.amount.own_prompts is None
-    planned = json.loads(plan_file.read_text())["rounds"] if plan_file.exists() else None if timed else most
-    seconds: list[float] = []
-    title, expected = "the target writes and answers prompts", budget if timed else None
-    if planned is None or first < planned:
-        job.say_size(writer.arrays, planned)
-    total, done = None if planned is None else job.prompts_before(planned), job.prompts_before(first)
+    done = job.end(number - 1) if number else 0
+    if done < job.prompts:
+        _say_size(job)
+    title, expected, spent = "the target writes and answers prompts", job.amount.seconds if job.timed else None, 0.0
+    total = None if job.prompts == math.inf else int(job.prompts)
     with stage(title, total, unit="prompts", done=done, expected_seconds=expected) as bar:
-        number = first
-        while number < (most if planned is None else planned):
-            start = time.monotonic()
+        while done < job.prompts:
+            start, before = time.monotonic(), done
             # All of a round or nothing: an interrupted one must not leave its first turns behind.
             writer.append_all(list(job.round(number, bar)))
             release_freed_memory()
-            number += 1
-            seconds.append(time.monotonic() - start)
-            if planned is None and number >= 2:
-                assert budget is not None
-                fits = first + round(budget / (sum(seconds) / len(seconds)))
-                planned = int(min(most, max(number, fits)))
-                _note(plan_file, {"rounds": planned, "prompts_per_round": size})
-                job.say_size(writer.arrays, planned)
-                bar.total = job.prompts_before(planned)
-    left_out = len(job.examples) - job.given_before(number)
+            seconds = time.monotonic() - start
+            number, done, spent = number + 1, job.end(number), spent + seconds
+            if not planned and _plan(job, number, done, (done - before) / seconds, spent):
+                planned, bar.total = True, int(job.prompts)
+                _note(plan_file, {"prompts": bar.total})
+                _say_size(job)
+    left_out = len(job.examples) - job.given_before(done)
     if left_out > 0:
         say(f"{left_out:,} of {len(job.examples):,} given prompts are left out: the budget in minutes is spent")
+
+
+def _say_size(job: Rounds) -> None:
+    if size := job.size():
+        say(size)
+
+
+def _plan(job: Rounds, number: int, done: int, prompts_a_second: float, spent: float) -> bool:
+    """Fix how many prompts there are, `done` of them in the rounds before `number`; False where that is too early."""
+    assert job.amount.seconds is not None
+    fits = done + (job.amount.seconds - spent) * prompts_a_second
+    # The short first round is a rough measure: good enough only where no whole round follows it.
+    if number == 1 and fits >= job.start(2):
+        return False
+    job.prompts = int(min(job.prompts, max(done, fits)))
+    return True
 
 
 def _note(file: Path, value: dict[str, int]) -> None:

@@ -40,12 +40,22 @@ _ROWS_AT_ONCE = 256  # labels whose logits exist at a time
 _TOKENS_AT_ONCE = 4096
 
 
-class _Cached(NamedTuple):
+class CacheForm(NamedTuple):
     """What is kept: a form, with the number of ids of `topk` and the layers of `states`."""
 
     form: Form
     top_k: int
-    layers: tuple[int, ...]  # as transformers counts hidden states
+    layers: tuple[int, ...] = ()  # as transformers counts hidden states, or from the last back
+
+    @property
+    def unit(self) -> str:
+        """What has a row."""
+        return "token" if self.form == "states" else "label"
+
+    def of(self, target: Target) -> "CacheForm":
+        """As `target` can give it: no more ids than it has, its layers counted from the first."""
+        layers = tuple(absolute_layer(layer, target.num_layers) for layer in self.layers)
+        return self._replace(top_k=min(self.top_k, target.vocab_size), layers=layers)
 
     def arrays(self, target: Target) -> dict[str, ArraySpec]:
         """What a row holds."""
@@ -56,6 +66,14 @@ class _Cached(NamedTuple):
                 return top_k_arrays(self.top_k)
             case "states":
                 return state_arrays(self.layers, target.hidden_size, target.dtype)
+
+    def size_words(self, target: Target, rows: int | None, at_most: bool = False) -> str:
+        """What `rows` of them (None: unknown as yet) take on disk."""
+        per_row, unit = bytes_per_row(self.arrays(target)), self.unit
+        if rows is None:
+            return f"teacher cache: {per_row:,} bytes a {unit}, as many as the minutes allow"
+        most = "at most " if at_most else ""
+        return f"teacher cache: {per_row:,} bytes a {unit}, {most}{rows:,} {unit}s, {per_row * rows / 2**20:,.0f} MiB"
 
     @property
     def name(self) -> str:
@@ -89,12 +107,9 @@ def cache_teacher(
     Raises:
         BadInput: the folder holds a cache of another target, tokenizer, template, data or form; the line names which.
     """
-    cached = _Cached(
-        form, min(top_k, target.vocab_size), tuple(absolute_layer(layer, target.num_layers) for layer in layers)
-    )
-    arrays = cached.arrays(target)
-    per_row, unit = bytes_per_row(arrays), "token" if form == "states" else "label"
-    counts = encoded.lengths if form == "states" else encoded.supervised
+    cached = CacheForm(form, top_k, tuple(layers)).of(target)
+    arrays, unit = cached.arrays(target), cached.unit
+    counts = encoded.lengths if cached.form == "states" else encoded.supervised
     rows = int(counts.sum())
     fingerprint = _fingerprint(target, encoded, cached, data_hash)
     made = open_complete(folder, fingerprint)
@@ -103,7 +118,7 @@ def cache_teacher(
     with StoreWriter(folder, fingerprint, arrays) as writer:
         missing = [i for i in range(len(encoded)) if i not in writer.done]
         if missing:
-            say(f"teacher cache: {per_row:,} bytes a {unit}, {rows:,} {unit}s, {per_row * rows / 2**20:,.0f} MiB")
+            say(cached.size_words(target, rows))
             with stage("the target reads the training set", rows, unit=f"{unit}s") as bar:
                 bar.advance(rows - sum(int(counts[i]) for i in missing))
                 for sequence in _sequences(target, encoded, missing, cached):
@@ -120,7 +135,7 @@ def cache_teacher(
     return Store(folder, fingerprint)
 
 
-def _fingerprint(target: Target, encoded: EncodedSet, cached: _Cached, data_hash: str) -> dict[str, Any]:
+def _fingerprint(target: Target, encoded: EncodedSet, cached: CacheForm, data_hash: str) -> dict[str, Any]:
     return {
         "target": target.name,
         "weights": weights_hash(target),
@@ -135,7 +150,7 @@ def _fingerprint(target: Target, encoded: EncodedSet, cached: _Cached, data_hash
 
 @torch.no_grad()
 def _sequences(
-    target: Target, encoded: EncodedSet, numbers: Sequence[int], cached: _Cached
+    target: Target, encoded: EncodedSet, numbers: Sequence[int], cached: CacheForm
 ) -> Iterator[StoredSequence]:
     """Run the target over the examples `numbers` and yield their outputs in that order."""
     teacher = Teacher(target)
@@ -165,7 +180,7 @@ def _groups(encoded: EncodedSet, numbers: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _outputs(teacher: Teacher, hidden: Tensor, cached: _Cached) -> dict[str, Tensor]:
+def _outputs(teacher: Teacher, hidden: Tensor, cached: CacheForm) -> dict[str, Tensor]:
     if cached.form == "hidden":
         return {"hidden": hidden}
     parts = [_top_k(teacher.head(chunk).float(), cached.top_k) for chunk in hidden.split(_ROWS_AT_ONCE)]

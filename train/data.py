@@ -12,7 +12,7 @@ from ..distill.answers import Amount, AnswerSettings, write_answers
 from ..distill.author import writing_dtype
 from ..distill.id_frequencies import expected_counts_in
 from ..distill.teacher import absolute_layer
-from ..distill.teacher_cache import cache_teacher
+from ..distill.teacher_cache import CacheForm, cache_teacher
 from ..errors import BadInput
 from ..heads.build import cached_layers
 from ..models.target import Target
@@ -67,6 +67,22 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         if data.cache != "none":
             cached = _cache(recipe, target, encoded, folder, examples_hash(examples))
         return TrainingData(encoded, cached)
+    settings, amount = answers_asked(recipe, target, max_length, seconds)
+    store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
+    encoded = encode_answers(store)
+    kept = settings.keep_hidden or settings.keep_states
+    if kept and getattr(recipe.drafter, "vocabulary", None) is not None:
+        encoded.expected_counts = expected_counts_in(folder / "expected_counts.safetensors", target, store)
+    if data.cache == "topk":
+        return TrainingData(encoded, _cache(recipe, target, encoded, folder, encoded.content_hash()))
+    return TrainingData(encoded, None if data.cache == "none" else store)
+
+
+def answers_asked(
+    recipe: Recipe, target: Target, max_length: int, seconds: float | None
+) -> tuple[AnswerSettings, Amount]:
+    """How, and how much, a recipe lets the target write. `max_length`: as :func:`usable_length` has it."""
+    data = recipe.data
     read = cached_layers(recipe.drafter, target.num_layers) if data.cache == "hidden" else None
     settings = AnswerSettings(
         served_sampling(data.sampling),
@@ -81,24 +97,22 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         keep_states=tuple(dict.fromkeys(absolute_layer(layer, target.num_layers) for layer in read or ())),
         dtype=writing_dtype(data.dtype, target.dtype, target.device, data.generation_batch),
     )
-    amount = Amount(data.num_self_prompts, seconds)
-    store = write_answers(target, examples, "self" in data.sources, settings, amount, folder / "answers")
-    encoded = encode_answers(store)
-    kept = settings.keep_hidden or settings.keep_states
-    if kept and getattr(recipe.drafter, "vocabulary", None) is not None:
-        encoded.expected_counts = expected_counts_in(folder / "expected_counts.safetensors", target, store)
-    if data.cache == "topk":
-        return TrainingData(encoded, _cache(recipe, target, encoded, folder, encoded.content_hash()))
-    return TrainingData(encoded, None if data.cache == "none" else store)
+    return settings, Amount(data.num_self_prompts, seconds)
 
 
 def _cache(recipe: Recipe, target: Target, encoded: EncodedSet, folder: Path, data_hash: str) -> Store:
     """The target's outputs over the whole set, in the form that the drafter needs."""
-    layers = cached_layers(recipe.drafter, target.num_layers) if recipe.data.cache == "hidden" else None
+    form = cache_form(recipe, target.num_layers)
+    place = folder / f"teacher_{form.form}"
+    return cache_teacher(target, encoded, form.form, form.top_k, place, data_hash, form.layers)
+
+
+def cache_form(recipe: Recipe, num_layers: int) -> CacheForm:
+    """The form that the drafter needs of the cache that the recipe asks for; `num_layers` of the target."""
+    layers = cached_layers(recipe.drafter, num_layers) if recipe.data.cache == "hidden" else None
     form = recipe.data.cache if layers is None else "states"
     assert form != "none"
-    place = folder / f"teacher_{form}"
-    return cache_teacher(target, encoded, form, recipe.data.cache_top_k, place, data_hash, layers or ())
+    return CacheForm(form, recipe.data.cache_top_k, tuple(layers or ()))
 
 
 def encode_answers(store: Store) -> EncodedSet:

@@ -9,6 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..data.encoded_set import encode_examples
 from ..data.sources import Example
+from ..distill.answer_rounds import Rounds
 from ..distill.author import in_words, writing_dtype
 from ..errors import BadInput
 from ..eval.run import evaluation_prompts
@@ -17,8 +18,9 @@ from ..models.quiet import one_line_errors, quiet
 from ..models.target import Target, eos_token_ids
 from ..recipe import Recipe
 from ..recipe_io import resolved_yaml
+from .budget import split_minutes
 from .checks import build_without_contents, check_dtype, check_recipe
-from .data import read_prompts_or_chats, usable_length
+from .data import answers_asked, cache_form, read_prompts_or_chats, usable_length
 from .engine import resolve_precision
 
 
@@ -39,7 +41,8 @@ def dry_run(recipe: Recipe, num_processes: int = 1) -> str:
     lines += parameter_lines(recipe, config, tokenizer)
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     written_in = writing_dtype(recipe.data.dtype, dtype, device, recipe.data.generation_batch)
-    lines += list(_data_lines(recipe, examples, tokenizer, limit, written_in))
+    target = on_meta(recipe.target.model, config, tokenizer)
+    lines += list(_data_lines(recipe, target, examples, usable_length(recipe.data.max_length, limit), written_in))
     lines.append(f"training: in {resolve_precision(recipe.engine.precision, device)}")
     lines.append(f"evaluation: {len(evaluation_prompts(recipe.evaluate.prompts, recipe.evaluate.limit)):,} prompts")
     lines.append("dry run: nothing was trained or written")
@@ -98,17 +101,29 @@ def _loaded_dtype(recipe: Recipe, config: PreTrainedConfig) -> torch.dtype:
 
 
 def _data_lines(
-    recipe: Recipe, examples: list[Example], tokenizer: Any, context_limit: int | None, dtype: torch.dtype
+    recipe: Recipe, target: Target, examples: list[Example], max_length: int, dtype: torch.dtype
 ) -> Iterator[str]:
-    data = recipe.data
+    """The data, and what is kept of the target's outputs. `target`: without contents; `dtype`: in which it writes."""
+    data, tokenizer = recipe.data, target.tokenizer
     if data.responses == "given":
         if tokenizer is None:
             raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
-        max_length = usable_length(data.max_length, context_limit)
-        yield f"data: {encode_examples(tokenizer, examples, max_length, where='data.prompts').describe()}"
+        encoded = encode_examples(tokenizer, examples, max_length, where="data.prompts")
+        yield f"data: {encoded.describe()}"
+        if data.cache != "none":
+            form = cache_form(recipe, target.num_layers).of(target)
+            yield form.size_words(target, encoded.num_tokens if form.unit == "token" else encoded.num_supervised)
         return
     parts = [f"{len(examples):,} given prompts"] if examples else []
     if "self" in data.sources:
         own = "as many as the minutes allow" if data.num_self_prompts is None else f"{data.num_self_prompts:,}"
         parts.append(f"prompts written by the target: {own}")
     yield f"data: {', '.join(parts)}; answered by the target with at most {data.max_new_tokens} tokens in {in_words(dtype)}"
+    shares = split_minutes(recipe.engine)
+    settings, amount = answers_asked(recipe, target, max_length, None if shares is None else shares.data)
+    answers = Rounds(target, examples, "self" in data.sources, settings._replace(dtype=dtype), amount)
+    if size := answers.size():
+        yield size
+    if data.cache == "topk":
+        most = answers.most_tokens()
+        yield cache_form(recipe, target.num_layers).of(target).size_words(target, most and most[0], at_most=True)

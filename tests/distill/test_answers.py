@@ -113,15 +113,16 @@ def test_the_target_writes_its_own_prompts_each_once_beside_the_given_ones(targe
 def test_rounds_hold_exactly_what_was_asked_for(target, given, own, share):
     settings = SETTINGS._replace(self_share=share)
     job = answer_rounds.Rounds(target, [user(f"{i}") for i in range(given)], True, settings, Amount(own))
-    rounds = int(job.most_rounds)
-    assert (job.given_before(rounds), job.own_before(rounds)) == (given, own)
-    assert job.prompts_before(rounds - 1) < given + own
+    total = given + own
+    assert job.prompts == total
+    assert job.given_before(total) == given
+    rounds = job.number(total - 1) + 1
     with stage("test") as bar:
         job._write_prompts = lambda numbers, bar: [answer_rounds.Conversation(n, [f"own {n}"]) for n in numbers]
-        numbers = [c.number for n in range(rounds) for c in job._conversations(n, bar)]
-    assert len(numbers) == given + own
-    assert numbers == sorted(set(numbers))
-    assert all(number // job.round_size < rounds for number in numbers)
+        found = [[c.number for c in job._conversations(n, bar)] for n in range(rounds)]
+    assert [number for numbers in found for number in numbers] == list(range(total))
+    assert all(job.number(number) == n for n, numbers in enumerate(found) for number in numbers)
+    assert all(len(numbers) == job.round_size for numbers in found[:-1])
 
 
 def test_a_chat_that_the_template_refuses_is_named_before_anything_is_written(chat_folder, tmp_path):
@@ -230,15 +231,15 @@ QUICK = SETTINGS._replace(batch_size=1, max_new_tokens=2)  # four prompts a roun
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_budget_in_seconds_fixes_the_rounds_once(own, target, tmp_path, monkeypatch, capsys):
-    """Two rounds are timed at 10 s each, so that 50 s hold five; the clock does not matter afterwards."""
+def test_a_budget_in_seconds_fixes_the_prompts_once(own, target, tmp_path, monkeypatch, capsys):
+    """A short and a whole round are timed at 10 s each, so that 50 s hold five; the clock does not matter afterwards."""
     asked = [] if own else [user(f"How many apples and {i}?") for i in range(40)]
     folder, other = tmp_path / "whole", tmp_path / "stopped"
     clock = Clock(monkeypatch)
     store = write_answers(target, asked, own, QUICK, Amount(seconds=50.0), folder)
     assert clock.rounds == [0, 1, 2, 3, 4]
-    assert json.loads((folder / "rounds.json").read_text())["rounds"] == 5
-    assert ("20 of 40 given prompts are left out: the budget" in capsys.readouterr().out) is not own
+    assert json.loads((folder / "planned.json").read_text())["prompts"] == 1 + 4 * 4
+    assert ("23 of 40 given prompts are left out: the budget" in capsys.readouterr().out) is not own
     clock = Clock(monkeypatch, stop_before=3)
     with pytest.raises(KeyboardInterrupt):
         write_answers(target, asked, own, QUICK, Amount(seconds=50.0), other)
@@ -252,7 +253,15 @@ def test_a_budget_that_is_not_spent_ends_with_the_prompts(target, tmp_path, monk
     asked = [user(f"How many apples and {i}?") for i in range(18)]
     store = write_answers(target, asked, False, QUICK, Amount(seconds=1e6), tmp_path)
     assert len(store) == 18
-    assert clock.rounds == [0, 1, 2, 3, 4]
+    assert clock.rounds == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("seconds", "prompts"), [(5.0, 1), (30.0, 3), (47.0, 4), (27.0, 2)])
+def test_a_budget_for_less_than_a_round_ends_within_it(seconds, prompts, target, tmp_path, monkeypatch):
+    """The first round, of one prompt, took 10 s."""
+    Clock(monkeypatch)
+    write_answers(target, [], True, QUICK, Amount(seconds=seconds), tmp_path)
+    assert json.loads((tmp_path / "planned.json").read_text())["prompts"] == prompts
 
 
 def test_stored_hidden_states_are_those_that_the_answers_were_predicted_from(target, tmp_path):
@@ -509,7 +518,7 @@ def test_the_log_says_what_kept_states_take_before_they_are_written(target, tmp_
     write_answers(target, [], True, QUICK._replace(keep_hidden=True), Amount(seconds=50.0), tmp_path / "timed")
     said = capsys.readouterr().out
     assert f"answers: {2 * size} bytes an answer token, as many as the minutes allow" in said
-    assert f"answers: {2 * size} bytes an answer token, at most {20 * 2} of them" in said
+    assert f"answers: {2 * size} bytes an answer token, at most {17 * 2} of them" in said
 
 
 def test_answers_of_other_weights_under_the_same_name_are_refused(target, chat_folder, tmp_path):

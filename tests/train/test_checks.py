@@ -1,5 +1,7 @@
 """What is wrong with a run is found before any data is made, by a dry run too, and costs no output folder."""
 
+import re
+
 import pytest
 import torch
 
@@ -159,6 +161,29 @@ def test_a_loaded_drafter_is_counted_without_its_weights(kept, recipe, chat_fold
 def test_embeddings_may_stay_when_the_head_is_cut(recipe):
     found = dry_run(recipe(drafter={**ONE_LAYER, "vocabulary": 100, "train_embeddings": False}))
     assert "100 ids scored" in found
+
+
+@pytest.mark.parametrize(
+    ("kept", "line"),
+    [
+        ({"cache": "hidden"}, "answers: 96 bytes an answer token, at most"),
+        ({"cache": "topk", "cache_top_k": 5}, "teacher cache: 44 bytes a label, at most"),
+        ({"cache": "topk", "responses": "given"}, "teacher cache: 516 bytes a label, "),
+        ({"cache": "hidden", "responses": "given"}, "teacher cache: 96 bytes a label, "),
+    ],
+)
+def test_a_dry_run_says_what_is_kept_of_the_target(kept, line, recipe, start, capsys):
+    """As the run itself says before it writes; of answers that are still to come, the most."""
+    asked = recipe(data=kept)
+    (planned,) = [found for found in dry_run(asked).splitlines() if found.startswith(line)]
+    start(asked)
+    said = capsys.readouterr().out.splitlines()
+    if "teacher cache" in line and "at most" in line:
+        rows = int(re.search(r"label, ([\d,]+) labels", "\n".join(said))[1].replace(",", ""))
+        most = int(re.search(r"at most ([\d,]+)", planned)[1].replace(",", ""))
+        assert most / 2 <= rows <= most
+    else:
+        assert planned in said
 
 
 @pytest.mark.parametrize(
