@@ -40,7 +40,7 @@ class GivenBatches(TokenBatches):
         first = self.taken % len(self.encoded)
         self.taken += self.size
         numbers = list(range(first, first + self.size))
-        packed = pack([self.encoded[i] for i in numbers], self.length, numbers)
+        packed = pack([self.encoded[i] for i in numbers], self.size * self.length, numbers)
         tokens = sum(int(self.lengths[i]) for i in numbers)
         return Step([packed], packed.num_supervised, tokens, numbers, numbers, 0)
 

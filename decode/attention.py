@@ -34,7 +34,7 @@ def cached_attention(model: Any) -> Iterator[None]:
     before = os.environ.get(_FORCE_GROUPS)
     os.environ[_FORCE_GROUPS] = "1"
     try:
-        with attention_by(_WIDE, model) if _is_wide(model) else nullcontext():
+        with attention_by(_WIDE, model.config) if _is_wide(model) else nullcontext():
             yield
     finally:
         if before is None:
@@ -44,9 +44,9 @@ def cached_attention(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def attention_by(implementation: str, model: Any) -> Iterator[None]:
-    """Inside, a transformers model computes attention by another of its implementations."""
-    config, before = model.config, model.config._attn_implementation
+def attention_by(implementation: str, config: Any) -> Iterator[None]:
+    """Inside, layers of a transformers model's `config` compute attention by another of its implementations."""
+    before = config._attn_implementation
     config._attn_implementation = implementation
     try:
         yield

@@ -36,7 +36,7 @@ def attention_masks(
             return mask[:, None]
         return torch.where(mask[:, None], torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
 
-    windows = _windows(config.get_text_config(decoder=True))
+    windows = windows_of(config.get_text_config(decoder=True))
     if not windows:
         return as_taken(seen)
     masks: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ def additive(masks: Tensor | dict[str, Tensor], dtype: torch.dtype) -> Tensor | 
     return {kind: added(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else added(masks)
 
 
-def _windows(config: Any) -> dict[str, int | None]:
+def windows_of(config: Any) -> dict[str, int | None]:
     """Kinds of attention layers and their windows (None: full). Empty for models of full attention only."""
     window = getattr(config, "sliding_window", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))

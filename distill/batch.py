@@ -23,6 +23,7 @@ class DistillBatch:
     labels: Int[Tensor, "labels"]
     weights: Float[Tensor, "labels"]
     tokens: int  # without padding
+    documents: tuple[int, ...] | None = None  # of a single row: the lengths of its documents, padding one more
     # Cached outputs of the target: hidden states at the predictors, TargetTopK there, or a dict of hidden states at all
     # positions by layer ``{layer: [rows, length, hidden]}``. None: ask the target.
     teacher: Any = None
@@ -45,6 +46,9 @@ def distill_batch(packed: Packed, device: torch.device, teacher: Any = None) -> 
     """A micro-batch from packed rows, on `device`."""
     length = packed.input_ids.shape[1]
     rows, columns = packed.loss_mask.nonzero(as_tuple=True)  # a document's first token is never a label
+    documents = None
+    if len(packed.segment_ids) == 1:
+        documents = tuple(packed.segment_ids[0].unique_consecutive(return_counts=True)[1].tolist())
     return DistillBatch(
         packed.input_ids.to(device),
         packed.position_ids.to(device),
@@ -54,5 +58,6 @@ def distill_batch(packed: Packed, device: torch.device, teacher: Any = None) -> 
         packed.input_ids[rows, columns].to(device),
         packed.weights[rows, columns].to(device),
         sum(place.length for place in packed.placed),  # a filler's tokens belong to no example
+        documents,
         teacher,
     )

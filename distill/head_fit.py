@@ -31,7 +31,7 @@ def fit_head(lm: DraftLM, teacher: Teacher, batches: Iterable[DistillBatch], max
     fit = RidgeFit(constant=False)
     for batch in batches:
         wanted = batch.teacher if isinstance(batch.teacher, Tensor) else teacher.hidden(batch)
-        fit.add(last_hidden(lm.backbone, lm, batch).flatten(0, 1)[batch.predictors], wanted)
+        fit.add(last_hidden(lm.backbone, batch).flatten(0, 1)[batch.predictors], wanted)
         if fit.count >= max_labels:
             break
     head = teacher.kept_head if teacher.kept_head is not None else teacher.head

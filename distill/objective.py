@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from ..decode.sampling import Sampling, served_probabilities
 from ..models.draft_lm import DraftLM
-from .attention import quick_attention
 from .batch import DistillBatch
 from .chunked import DraftHead, chunked_loss, label_rows
 from .mixture import Mixture
@@ -41,8 +40,7 @@ class DraftModelObjective(nn.Module):
 
     def forward(self, batch: DistillBatch) -> LossSums:
         """Sums over the batch's labels; in some steps also of the served alpha and of greedy agreement."""
-        with quick_attention(self.lm.model, batch.input_ids.shape[1]):
-            hidden = last_hidden(self.lm.backbone, self.lm, batch).flatten(0, 1)[batch.predictors]
+        hidden = last_hidden(self.lm.backbone, batch).flatten(0, 1)[batch.predictors]
         measure = self._measures or not self.training
         needs_target = self.mixture.needs_target or measure
         head = self.lm.head

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import BadInput
 from ..models.head import OutputHead, split
 from ..models.target import Target
+from .attention import attention_over
 from .batch import DistillBatch
 from .chunked_targets import TargetHidden, TargetTopK
 
@@ -42,7 +43,7 @@ class Teacher:
     @torch.no_grad()
     def hidden(self, batch: DistillBatch) -> Float[Tensor, "labels hidden"]:
         """Last hidden states (after the final norm) at the batch's predictors."""
-        return last_hidden(self.backbone, self.target.model, batch).flatten(0, 1)[batch.predictors]
+        return last_hidden(self.backbone, batch).flatten(0, 1)[batch.predictors]
 
 
 def absolute_layer(layer: int, num_layers: int) -> int:
@@ -62,22 +63,22 @@ def all_hidden(
     teacher: Teacher, batch: DistillBatch, layers: Sequence[int]
 ) -> dict[int, Float[Tensor, "rows length hidden"]]:
     """The target's hidden states of `layers` (counted from 0) over packed rows, the last one after the final norm."""
-    model: Any = teacher.target.model
-    backbone = teacher.backbone
-    masks = batch.masks(model.config, model.config._attn_implementation, next(backbone.parameters()).dtype)
     last = teacher.target.num_layers
-    out = backbone(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=masks,
-        use_cache=False,
-        output_hidden_states=any(layer != last for layer in layers),
-    )
+    with attention_over(batch, teacher.backbone) as masks:
+        out = teacher.backbone(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=masks,
+            use_cache=False,
+            output_hidden_states=any(layer != last for layer in layers),
+        )
     return {layer: out.last_hidden_state if layer == last else out.hidden_states[layer] for layer in layers}
 
 
-def last_hidden(backbone: Any, model: Any, batch: DistillBatch) -> Float[Tensor, "rows length hidden"]:
-    """A backbone's last hidden states over packed rows; `model` names its config and attention."""
-    masks = batch.masks(model.config, model.config._attn_implementation, next(backbone.parameters()).dtype)
-    out = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False)
+def last_hidden(backbone: Any, batch: DistillBatch) -> Float[Tensor, "rows length hidden"]:
+    """A backbone's last hidden states over packed rows."""
+    with attention_over(batch, backbone) as masks:
+        out = backbone(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False
+        )
     return out.last_hidden_state

@@ -5,6 +5,7 @@ Three forms: the last hidden states, from which the frozen head rebuilds every l
 some layers at every position, which drafters that live on the target are computed from.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,7 @@ from ..models.target import Target
 from ..models.vocabulary import tokenizer_hash
 from ..models.weights_sample import weights_hash
 from ..progress import say, stage
+from .attention import reads_by_document
 from .batch import distill_batch
 from .teacher import Teacher, absolute_layer, all_hidden
 
@@ -155,7 +157,9 @@ def _sequences(
     """Run the target over the examples `numbers` and yield their outputs in that order."""
     teacher = Teacher(target)
     for group in _groups(encoded, numbers):
-        packed = pack([encoded[i] for i in group], max(int(encoded.lengths[i]) for i in group), numbers=group)
+        longest = max(int(encoded.lengths[i]) for i in group)
+        length = sys.maxsize if reads_by_document(teacher.backbone, longest) else longest
+        packed = pack([encoded[i] for i in group], length, numbers=group)
         batch = distill_batch(packed, target.device)
         if cached.form == "states":
             by_example = _split_states(packed, all_hidden(teacher, batch, cached.layers))

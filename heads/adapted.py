@@ -76,7 +76,7 @@ class AdaptedTarget(nn.Module):
         model = self._target[0].model
         if any(not parameter.numel() for parameter in self.trained.parameters()):
             raise BadInput("engine.deepspeed: ZeRO-3 shards what is trained of the target away from it; use stage 2")
-        return last_hidden(split(model)[0], model, batch).flatten(0, 1)[batch.predictors]
+        return last_hidden(split(model)[0], batch).flatten(0, 1)[batch.predictors]
 
     def draft_head(self) -> DraftHead:
         """The target's frozen output head, as the chunked loss takes it."""

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..decode.sampling import Sampling, served_probabilities
+from ..distill.attention import attention_over
 from ..distill.batch import DistillBatch
 from ..distill.chunked import chunked_loss, label_rows
 from ..distill.chunked_targets import TargetHidden
@@ -83,12 +84,10 @@ class EarlyExitObjective(nn.Module):
         if not isinstance(batch.teacher, Tensor):
             states = self._features(batch)
             return states[exit_layer], states[-1].flatten(0, 1)[batch.predictors]
-        hidden, _ = self.head.parts.first(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.masks(model.config, model.config._attn_implementation, model.dtype),
-            use_cache=False,
-        )
+        with attention_over(batch, model.base_model) as masks:
+            hidden, _ = self.head.parts.first(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False
+            )
         return hidden, self._features.at_labels(batch)
 
     def read_by_head(

@@ -166,7 +166,7 @@ class LayerSkipSearch:
         calibration, costs = self._ready.calibration, self._ready.costs
         view = self.skipper.view(skipped.attention, skipped.mlp)
         backbone, head = split(view)
-        hidden = last_hidden(backbone, view, calibration.batch).flatten(0, 1)[calibration.batch.predictors]
+        hidden = last_hidden(backbone, calibration.batch).flatten(0, 1)[calibration.batch.predictors]
         seconds = costs.whole - len(skipped.attention) * costs.attention - len(skipped.mlp) * costs.mlp
         return calibration.worth(calibration.acceptance(hidden, head), max(seconds, 0.0), costs.verification)
 
@@ -244,7 +244,7 @@ def _influence(target: Target, calibration: Calibration) -> dict[tuple[int, int]
         hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         hooks += [module.register_forward_hook(added((number, kind))) for kind, module in enumerate(blocks)]
     try:
-        last_hidden(split(target.model)[0], target.model, calibration.batch)
+        last_hidden(split(target.model)[0], calibration.batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,11 +1,13 @@
 """From a recipe and its data to the steps that the loop takes, rollouts included."""
 
+import sys
 from collections.abc import Iterator
 
 from ..data.batches import TokenBatches
 from ..data.encoded_set import EncodedSet
 from ..decode.packed import use_backend
 from ..decode.streams import mix
+from ..distill.attention import reads_by_document
 from ..distill.batch import DistillBatch
 from ..distill.objective import DraftModelObjective
 from ..distill.online import OnlineStream
@@ -32,7 +34,7 @@ def build_steps(recipe: Recipe, target: Target, data: TrainingData, engine: Engi
     fixed = None
     if share > 0:
         batches = _batches(
-            recipe, data, round(recipe.engine.tokens_per_step * share) or 1, engine.rank, engine.world_size
+            recipe, data, round(recipe.engine.tokens_per_step * share) or 1, built, engine.rank, engine.world_size
         )
         cached = None if data.cached is None else CachedTeacher(data.cached, data.encoded, built.rank_of)
         fixed = DistillSteps(batches, engine.device, cached)
@@ -46,7 +48,7 @@ def fitting_batches(recipe: Recipe, data: TrainingData, engine: Engine, built: T
     """Micro-batches of one pass over the fixed data, the same on every rank."""
     cached = None if data.cached is None else CachedTeacher(data.cached, data.encoded, built.rank_of)
     tokens = max(1, recipe.engine.tokens_per_step // engine.world_size)  # in a pass no more than a rank trains on
-    steps = DistillSteps(_batches(recipe, data, tokens), engine.device, cached)
+    steps = DistillSteps(_batches(recipe, data, tokens, built), engine.device, cached)
     while steps.batches.epoch == 0:
         yield from next(steps)
 
@@ -56,8 +58,18 @@ def steps_in(recipe: Recipe, data: TrainingData, epochs: float) -> int:
     return _batches(recipe, data, recipe.engine.tokens_per_step).num_steps(epochs)
 
 
-def _batches(recipe: Recipe, data: TrainingData, tokens: int, rank: int = 0, world_size: int = 1) -> TokenBatches:
+def _batches(
+    recipe: Recipe,
+    data: TrainingData,
+    tokens: int,
+    built: Trainable | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> TokenBatches:
+    """`built` None: only the number of steps is of interest, which rows do not change."""
     longest, room = int(data.encoded.lengths.max()), recipe.data.max_length
+    if built is not None and _reads_by_document(built, longest):
+        room = -(-tokens // world_size)  # all that a pass reads in one row, without padding
     if recipe.engine.tokens_per_forward is not None:
         room = min(room, recipe.engine.tokens_per_forward)  # a row is the least that a pass reads
     return TokenBatches(
@@ -70,6 +82,12 @@ def _batches(recipe: Recipe, data: TrainingData, tokens: int, rank: int = 0, wor
         rank=rank,
         world_size=world_size,
     )
+
+
+def _reads_by_document(built: Trainable, longest: int) -> bool:
+    """Whether the length of a row is of no account: heads with attention of their own have it over whole rows."""
+    objective = built.objective
+    return isinstance(objective, DraftModelObjective) and reads_by_document(objective.lm.backbone, longest)
 
 
 def _with_rollouts(
@@ -97,11 +115,11 @@ def _with_rollouts(
         seed=mix(recipe.seed, engine.rank),
         answer_length=section.max_new_tokens,
     )
-    longest = max(map(len, prompts)) + section.max_new_tokens
+    length = max(max(map(len, prompts)) + section.max_new_tokens, recipe.data.max_length)
     return RolloutSteps(
         fixed,
         buffer,
-        length=max(longest, recipe.data.max_length),
+        length=sys.maxsize if _reads_by_document(built, length) else length,
         tokens_per_forward=recipe.engine.tokens_per_forward,
         device=engine.device,
     )

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from draftsmith.data.chats import Encoded
-from draftsmith.data.packing import pack
+from draftsmith.data.packing import pack, pack_rows
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill import attention
 from draftsmith.distill.batch import distill_batch
 from draftsmith.distill.mixture import parse_mixture
 from draftsmith.distill.objective import DraftModelObjective
-from draftsmith.distill.teacher import Teacher
+from draftsmith.distill.teacher import Teacher, last_hidden
 from draftsmith.models.cut import cut_layers
 from draftsmith.models.draft_lm import DraftLM
 from draftsmith.models.target import as_target
@@ -35,8 +35,8 @@ def fused(monkeypatch):
     return calls
 
 
-def learning(make):
-    """An objective over a drafter cut from its target, and a packed batch of rows of 24 tokens."""
+def learning(make, length=24):
+    """An objective over a drafter cut from its target, and a packed batch of rows of `length` tokens."""
     target = as_target(make(layers=3))
     draft = cut_layers(target.model, [0, 2])
     for dropout in (module for module in draft.modules() if isinstance(module, torch.nn.Dropout)):
@@ -45,10 +45,10 @@ def learning(make):
     objective = DraftModelObjective(lm, Teacher(target), parse_mixture("forward_kl", 1.0), Sampling(1.0)).train()
     generator = torch.Generator().manual_seed(0)
     documents = []
-    for length in (5, 19, 9, 12):
-        ids = torch.randint(target.vocab_size, (length,), generator=generator).tolist()
-        documents.append(Encoded(ids, [i > length // 3 for i in range(length)]))
-    return objective, distill_batch(pack(documents, 24), target.device)
+    for size in (5, 19, 9, 12):
+        ids = torch.randint(target.vocab_size, (size,), generator=generator).tolist()
+        documents.append(Encoded(ids, [i > size // 3 for i in range(size)]))
+    return objective, distill_batch(pack(documents, length), target.device)
 
 
 def passed(objective, batch, bf16=True):
@@ -109,3 +109,58 @@ def test_a_failing_pass_leaves_the_model_as_it_was(tiny_llama):
     with pytest.raises(RuntimeError, match="in between"):
         fail()
     assert model.config._attn_implementation == "sdpa"
+
+
+def gradients_apart(found, expected):
+    """The largest difference of any gradient, relative to the largest entry of all."""
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected) / scale
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_single_row_is_read_document_by_document_and_teaches_the_same(bf16, family, fused, request, monkeypatch):
+    make = request.getfixturevalue(family)
+    objective, batch = learning(make, 64)
+    documents = (19, 12, 9, 5)
+    assert batch.documents == documents
+    reads = attention.reads_by_document(objective.lm.backbone, 19)
+    assert reads is (family != "tiny_mistral"), "whose window is shorter; of Gemma-3 only layers without one were cut"
+    loss, found = passed(objective, batch, bf16)
+    if bf16:
+        assert not fused, "as over rows"
+    else:
+        assert fused == ([*documents] if reads else [45]) * 2, "drafter's layers"
+    assert objective.lm.model.config._attn_implementation == "sdpa"
+    rows, in_rows = learning(make)
+    assert in_rows.documents is None
+    expected_loss, expected = passed(rows, in_rows, bf16)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=2e-3 if bf16 else 1e-5)
+    assert gradients_apart(found, expected) < (5e-2 if bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gpt2"])
+def test_padding_and_one_token_are_documents_too(family, request):
+    model = request.getfixturevalue(family)().eval()
+    ids = [[3, 7, 2, 9, 4], [8], [6, 1, 5]]
+    packed = pack_rows([[(i, Encoded(each, [False] * len(each))) for i, each in enumerate(ids)]], padded=True)
+    batch = distill_batch(packed, torch.device("cpu"))
+    assert batch.documents == (5, 1, 3, 32 - 9)
+    with torch.no_grad():
+        hidden = last_hidden(model.base_model, batch)[0].split(batch.documents)
+        for found, each in zip(hidden, ids, strict=False):
+            alone = model.base_model(input_ids=torch.tensor([each])).last_hidden_state[0]
+            torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+    assert all(part.isfinite().all() for part in hidden)
+
+
+def test_rows_keep_their_masks_where_documents_could_not_be_kept_apart(tiny_llama, monkeypatch):
+    """Recomputation runs outside of the block; attention of a model's own code would see whole rows without a mask."""
+    objective, _ = learning(tiny_llama)
+    backbone = objective.lm.backbone
+    assert attention.reads_by_document(backbone, 10**6)
+    objective.lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert not attention.reads_by_document(backbone, 1)
+    objective.lm.model.gradient_checkpointing_disable()
+    monkeypatch.setattr(type(backbone), "_supports_attention_backend", False)
+    assert not attention.reads_by_document(backbone, 1)
