@@ -84,14 +84,16 @@ class Rounds:
         self.tokenizer: Any = target.tokenizer
         self.round_size = 4 * settings.batch_size
         self.timed = amount.seconds is not None and amount.own_prompts is None
+        # Where time decides how many prompts there are, the first round is short, a batch: it is timed.
+        self._lacking = self.round_size - settings.batch_size if self.timed else 0
         own = (math.inf if self.timed else amount.own_prompts or 0) if own_prompts else 0
         self.prompts: int | float = len(self.examples) + own  # in all; infinity until the time left for them is known
         self.seen: set[str] = set()
         self.dropped = {"empty or unfinished": 0, "repeated": 0, "too long": 0}
 
     def start(self, number: int) -> int:
-        """Prompts before a round. Where time decides how many there are, the first round is short: it is timed."""
-        return number * self.round_size - (self.round_size - self.settings.batch_size if self.timed and number else 0)
+        """Prompts before a round."""
+        return max(0, number * self.round_size - self._lacking)
 
     def end(self, number: int) -> int:
         """Prompts up to the end of a round."""
@@ -99,12 +101,13 @@ class Rounds:
 
     def number(self, source: int) -> int:
         """The round that a conversation belongs to."""
-        return next(n for n in range(source // self.round_size, source + 2) if source < self.start(n + 1))
+        return (source + self._lacking) // self.round_size
 
     def given_before(self, prompts: int) -> int:
         """Given prompts among the first `prompts`: what the target's own share leaves, more where it has no more of its own."""
         own = math.floor(prompts * self.settings.self_share) if self.own_prompts else 0
-        own = min(own, prompts if self.amount.own_prompts is None else self.amount.own_prompts)
+        if self.amount.own_prompts is not None:
+            own = min(own, self.amount.own_prompts)
         return min(len(self.examples), prompts - own)
 
     def check_openings(self) -> None:

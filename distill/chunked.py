@@ -191,7 +191,6 @@ class _Work:
         # As large as the head: zeros would cost as much as a small chunk's product. The first chunk fills it, if there is one.
         make = torch.empty_like if len(hidden) else torch.zeros_like
         self.weight_grad = make(self.weight, dtype=wide) if on and head.weight.requires_grad else None
-        self.begun = False
         bias = head.bias if on and head.bias is not None and head.bias.requires_grad else None
         self.bias_grad = None if bias is None else torch.zeros_like(bias, dtype=wide)
         self.buffer = hidden.new_empty(0, dtype=self.dtype)
@@ -284,14 +283,13 @@ class _Work:
             torch.mm(gradient, self.weight[:vocab], out=self.hidden_grad[rows])
         if self.weight_grad is not None:
             kept, same = self.weight_grad[:vocab], self.weight_grad.dtype == gradient.dtype
-            if not self.begun:
+            if rows.start == 0:
                 self.weight_grad[vocab:] = 0.0
                 torch.mm(gradient.t(), hidden, out=kept) if same else kept.copy_(gradient.t() @ hidden)
             elif same:
                 kept.addmm_(gradient.t(), hidden)
             else:
                 kept.add_(gradient.t() @ hidden)
-            self.begun = True
         if self.bias_grad is not None:
             self.bias_grad[:vocab].add_(gradient.sum(0, dtype=self.bias_grad.dtype))
 

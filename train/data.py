@@ -1,7 +1,7 @@
 """From a recipe's `data` section to encoded examples and, where asked, the target's cached outputs."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..data.chats import encode_response
 from ..data.encoded_set import EncodedSet, encode_examples
@@ -50,6 +50,13 @@ def read_prompts_or_chats(data: DataSection) -> list[Example]:
     return read_examples(sources, data.split, data.limit, require_answers=data.responses == "given")
 
 
+def tokenizer_of(recipe: Recipe, target: Target) -> Any:
+    """The target's tokenizer. Raises BadInput where it has none: no data can be encoded."""
+    if target.tokenizer is None:
+        raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
+    return target.tokenizer
+
+
 def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | None) -> TrainingData:
     """Write, or read, what the run trains on. `seconds`: the data's part of a budget in minutes.
 
@@ -57,12 +64,11 @@ def prepare_data(recipe: Recipe, target: Target, folder: Path, seconds: float | 
         BadInput: whatever is wrong with the data; nothing to learn in it.
     """
     data = recipe.data
-    if target.tokenizer is None:
-        raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
+    tokenizer = tokenizer_of(recipe, target)
     examples = read_prompts_or_chats(data)
     max_length = usable_length(data.max_length, target.context_limit)
     if data.responses == "given":
-        encoded = encode_examples(target.tokenizer, examples, max_length, where="data.prompts")
+        encoded = encode_examples(tokenizer, examples, max_length, where="data.prompts")
         cached = None
         if data.cache != "none":
             cached = _cache(recipe, target, encoded, folder, examples_hash(examples))

@@ -11,7 +11,6 @@ from ..data.encoded_set import encode_examples
 from ..data.sources import Example
 from ..distill.answer_rounds import Rounds
 from ..distill.author import in_words, writing_dtype
-from ..errors import BadInput
 from ..eval.run import evaluation_prompts
 from ..models.loading import load_tokenizer, locate
 from ..models.quiet import one_line_errors, quiet
@@ -20,7 +19,7 @@ from ..recipe import Recipe
 from ..recipe_io import resolved_yaml
 from .budget import split_minutes
 from .checks import build_without_contents, check_dtype, check_recipe
-from .data import answers_asked, cache_form, read_prompts_or_chats, usable_length
+from .data import answers_asked, cache_form, read_prompts_or_chats, tokenizer_of, usable_length
 from .engine import resolve_precision
 
 
@@ -104,10 +103,8 @@ def _data_lines(
     recipe: Recipe, target: Target, examples: list[Example], max_length: int, dtype: torch.dtype
 ) -> Iterator[str]:
     """The data, and what is kept of the target's outputs. `target`: without contents; `dtype`: in which it writes."""
-    data, tokenizer = recipe.data, target.tokenizer
+    data, tokenizer = recipe.data, tokenizer_of(recipe, target)
     if data.responses == "given":
-        if tokenizer is None:
-            raise BadInput(f"target.model: {recipe.target.model} has no tokenizer, so no data can be encoded")
         encoded = encode_examples(tokenizer, examples, max_length, where="data.prompts")
         yield f"data: {encoded.describe()}"
         if data.cache != "none":

@@ -163,6 +163,14 @@ def test_embeddings_may_stay_when_the_head_is_cut(recipe):
     assert "100 ids scored" in found
 
 
+@pytest.mark.parametrize("responses", ["target", "given"])
+def test_a_target_without_a_tokenizer_is_refused_by_a_dry_run_too(responses, recipe, chat_folder, tmp_path):
+    load_target(str(chat_folder / "model")).model.save_pretrained(tmp_path / "bare")
+    asked = recipe(target={"model": str(tmp_path / "bare")}, data={"responses": responses})
+    with pytest.raises(BadInput, match="the folder holds no tokenizer"):
+        dry_run(asked)
+
+
 @pytest.mark.parametrize(
     ("kept", "line"),
     [
