@@ -22,19 +22,17 @@ def stream(options: GenerateOptions) -> None:
         BadInput: a model cannot be loaded, the pair does not match, or the prompt is longer than the context.
     """
     from .data.chats import encode_prompt
-    from .decode.packed import Backend, use_backend, use_backend_of
+    from .decode.packed import Backend, use_backend
     from .decode.sampling import Sampling
     from .decode.stream import stream_generate
-    from .heads import load_drafter
+    from .heads import load_served
     from .models.target import load_target
 
     target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
     if target.tokenizer is None:
         raise BadInput(f"{options.target}: has no tokenizer, so it cannot take a text")
-    drafter = None if options.drafter is None else load_drafter(options.drafter, target, options.drafter_dtype)
     use_backend(target.model, cast(Backend, options.backend))
-    if (module := getattr(drafter, "module", None)) is not None:
-        use_backend_of(target.model, module)
+    drafter = None if options.drafter is None else load_served(options.drafter, target, options.drafter_dtype)
     steps = stream_generate(
         target,
         drafter,

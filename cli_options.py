@@ -38,7 +38,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DrafterDtype = Annotated[
     str,
     typer.Option(
-        help="Of a draft model: target (its dtype), auto (bfloat16 if the CPU is fast in it), or one by name."
+        help="target (its dtype); auto: 16-bit weights where this CPU is faster with them; of a draft model also one by name."
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; default: a GPU if there is one.")]

@@ -10,7 +10,7 @@ from draftsmith.data.sources import Example
 from draftsmith.decode.draft import Accepted, Draft, TargetOutputs
 from draftsmith.decode.draft_model import DraftModel
 from draftsmith.decode.loop import speculative_generate
-from draftsmith.decode.packed import use_backend, use_backend_of
+from draftsmith.decode.packed import use_backend
 from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.tree_search import best_tree, tree_from_accuracies
@@ -22,7 +22,7 @@ from draftsmith.eval.options import EvalOptions
 from draftsmith.eval.records import PromptRecord, RunRecord
 from draftsmith.eval.report import run_figures, without_nan
 from draftsmith.eval.run import encode_openings, parameters_read
-from draftsmith.heads.load import load_drafter
+from draftsmith.heads.load import load_served
 from draftsmith.models.target import Target
 
 _CONTEXT_TOKENS = 32  # of a prompt that is sampled after: its end
@@ -123,11 +123,8 @@ def measure(
     target: Target, name: str, num_tokens: int, examples: Sequence[Example], settings: Settings
 ) -> dict[str, Any]:
     """All figures of the drafter `name` (a folder, or one that needs no training) with chains of `num_tokens`."""
-    drafter: Any = load_drafter(name, target)
     backend = use_backend(target.model, "auto")
-    module = getattr(drafter, "module", None)
-    if module is not None:
-        use_backend_of(target.model, module)
+    drafter: Any = load_served(name, target, "auto")
     prompts = encode_openings(target, examples, where="shipped")
     found: dict[str, Any] = {"num_tokens": num_tokens, "backend": backend}
     found["accuracies"] = accuracies(target, drafter, prompts, num_tokens, settings.max_new_tokens)

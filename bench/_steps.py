@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.decode.drafters import as_drafter
+from draftsmith.decode.forward import OWN_PASSES
 from draftsmith.decode.loop import decode_steps
 from draftsmith.decode.prompts import pad_rows
 from draftsmith.decode.sampling import Sampling
@@ -60,11 +61,15 @@ class _Clock:
             self.inside -= 1
 
         hooks = [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        own = module.__dict__.get(OWN_PASSES)  # fused passes, which call no forward
+        with ExitStack() as stack:
+            for method in ("run", "first", "rest") if own is not None else ():
+                stack.enter_context(patch.object(own, method, _between(before, getattr(own, method), after)))
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
 
     def timed(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method` of the decoder, timed without the forwards in it."""
@@ -77,6 +82,17 @@ class _Clock:
             return result
 
         return run
+
+
+def _between(before: Callable[..., None], method: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
+    def run(*arguments: Any, **more: Any) -> Any:
+        before()
+        try:
+            return method(*arguments, **more)
+        finally:
+            after()
+
+    return run
 
 
 class _CountReads(TorchFunctionMode):

@@ -5,9 +5,9 @@
     python bench/decoding.py --limit 2 --rounds 1                 a quick look
 
 Without --drafter the cut is measured, and after it the newest demo's drafter where runs/ holds one. "plain" and "packed"
-are the backends of the linear layers (packed: from as many rows on as a measurement says); transformers' own rows run on
-plain modules unless they say packed. A trained draft model is packed in bfloat16 where the processor is fast in it, as
-``--drafter-dtype auto`` does. All take turns on every prompt, in one process; a ratio is the median over turns.
+are the backends of the linear layers (packed: from as many rows on as a measurement says); our passes are fused on either,
+transformers' never are, and run on plain modules unless they say packed. Beside a packed target a drafter's weights are
+kept as ``--drafter-dtype auto`` keeps them. All take turns on every prompt, in one process; a ratio is the median over turns.
 """
 
 import argparse
@@ -30,11 +30,12 @@ from draftsmith.decode.length_names import POLICIES
 from draftsmith.decode.loop import SpeculativeOutput, speculative_generate
 from draftsmith.decode.packed import use_backend, use_backend_of
 from draftsmith.decode.prompts import pad_rows
+from draftsmith.decode.quick import quickest_weights
 from draftsmith.decode.stats import RowStats, Stats
 from draftsmith.decode.tree import as_layout
 from draftsmith.eval.cost_model import expected_speedup, verification_curve
 from draftsmith.eval.options import parse_tree
-from draftsmith.heads.load import load_drafter
+from draftsmith.heads import load_served
 from draftsmith.models.cut import cut_layers
 from draftsmith.models.quiet import quiet
 from draftsmith.models.target import Target
@@ -80,13 +81,18 @@ def make_pairs(target: Target, drafter: str | None) -> dict[str, Pair]:
     pairs = {}
     for backend in ("plain", "packed"):
         own = target if backend == "plain" else replace(target, model=copy.deepcopy(target.model))
-        made: Any = DraftModel(cut_layers(own.model, range(4)), own.vocab_size)
-        if drafter is not None:
-            made = load_drafter(drafter, own, "auto" if backend == "packed" else "target")
+        # Cut before the target is packed: the cut is a copy with products of its own.
+        made: Any = DraftModel(cut_layers(own.model, range(4)), own.vocab_size) if drafter is None else None
         used = use_backend(own.model, "plain" if backend == "plain" else "auto")
-        use_backend_of(own.model, made.module)
-        if used == backend:
-            pairs[backend] = Pair(backend, own, made)
+        if used != backend:
+            continue
+        quick = backend == "packed"
+        if drafter is not None:
+            made = load_served(drafter, own, "auto" if quick else "target")
+        else:
+            half = quick and quickest_weights(own.dtype, own.device) is torch.float16
+            use_backend_of(own.model, made.module, half=half)
+        pairs[backend] = Pair(backend, own, made)
     return pairs
 
 

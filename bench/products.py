@@ -4,6 +4,7 @@
     python bench/products.py --compile-seconds 0                  without torch.compile
 
 Every turn multiplies all matrices once, so that weights come from memory as they do in a model. Random weights, float32.
+"half" keeps them in float16, which is for drafters only: a target's are never rounded.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 from _common import Timings, arguments, begin, print_table, take_turns
 from torch import Tensor, nn
 
+from draftsmith.decode.half import HalfProduct, half_supported
 from draftsmith.decode.onednn import supported as packing_supported
 from draftsmith.decode.packed import use_backend
 
@@ -78,6 +80,7 @@ def blocked(weight: Tensor, blocks: int = 8) -> Product:
 WAYS: dict[str, Callable[[Tensor], Product]] = {
     "plain": plain,
     "packed": packed,
+    "half": HalfProduct,
     "transposed": transposed,
     "turned": turned,
     "blocked": blocked,
@@ -168,7 +171,8 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = shapes(options)
     weights = [torch.randn(shape.outputs, shape.inputs) / shape.inputs**0.5 for shape in sizes]
-    supported = {name: way for name, way in WAYS.items() if name != "packed" or packing_supported()}
+    there = {"packed": packing_supported(), "half": half_supported()}
+    supported = {name: way for name, way in WAYS.items() if there.get(name, True)}
     ways = {name: one_by_one([way(weight) for weight in weights]) for name, way in supported.items()}
     if options.compile_seconds:
         products = compiled(weights, options.rows, options.compile_seconds)

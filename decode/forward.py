@@ -13,6 +13,11 @@ from .attention import cache_dtype, cached_attention
 from .cache import RaggedCache
 from .masks import additive, attention_masks
 
+# In a model's ``__dict__``: passes over a :class:`CachedLM`'s cache that are quicker than its forward over few tokens
+# (:mod:`.fused`); with more of them in a row, products outlast whatever else a layer does.
+OWN_PASSES = "_draftsmith_passes"
+_MOST_TOKENS = 64
+
 
 class Outputs(NamedTuple):
     """What a pass computed for the fed tokens."""
@@ -116,8 +121,11 @@ class CachedLM:
         assert self.num_pending == sum(part.shape[1] for part in self._begun), "a token between was fed, not begun"
         placed = self._place(tokens, None)
         inputs = self._inputs(tokens, placed)
-        with cached_attention(self.model):
-            hidden, normed = parts.first(**inputs)
+        if passes := self._own_passes(tokens.shape[1]):
+            hidden, normed = passes.first(parts.num_first, **inputs)
+        else:
+            with cached_attention(self.model):
+                hidden, normed = parts.first(**inputs, use_cache=True)
         self._begun.append(hidden)
         self._parts = parts
         return hidden, normed
@@ -180,8 +188,12 @@ class CachedLM:
         between = torch.cat(self._begun, 1)
         self.num_pending, self._begun = 0, []
         inputs |= self._inputs(tokens, self._place(tokens, None))
-        with cached_attention(self.model):
-            last, logits = parts.rest(between, want_logits, **inputs)
+        if passes := self._own_passes(tokens.shape[1]):
+            del inputs["input_ids"]
+            last, logits = passes.rest(parts.num_first, between, want_logits, **inputs)
+        else:
+            with cached_attention(self.model):
+                last, logits = parts.rest(between, want_logits, **inputs, use_cache=True)
         states = {parts.num_first: between, self._num_layers: last}
         return Outputs(logits, {asked: states[layer] for asked, layer in zip(self._asked, self._layers, strict=True)})
 
@@ -272,17 +284,28 @@ class CachedLM:
         self, tokens: Tensor, placed: "_Placed", want_logits: bool = True, num_logits: int = 0, **inputs: Any
     ) -> Outputs:
         """`num_logits`: for how many tokens, from the end, they are wanted; 0: for all."""
+        taken = self._inputs(tokens, placed)
+        if passes := self._own_passes(tokens.shape[1]):
+            out = passes.run(**taken, num_logits=num_logits if want_logits else None, **inputs)
+            return Outputs(out.logits, self._states(out))
+        taken["use_cache"] = True
         if self._layers:
             inputs["output_hidden_states"] = True
         if self._keeps_logits and (num_logits or not want_logits):
             inputs["logits_to_keep"] = num_logits or 1
-        taken = self._inputs(tokens, placed)
         if "inputs_embeds" in inputs:
             del taken["input_ids"]
         with cached_attention(self.model):
             out = self.model(**taken, **inputs)
-        hidden = {asked: out.hidden_states[i] for asked, i in zip(self._asked, self._layers, strict=True)}
-        return Outputs(out.logits[:, -num_logits:] if want_logits else None, hidden)
+        return Outputs(out.logits[:, -num_logits:] if want_logits else None, self._states(out))
+
+    def _own_passes(self, num_tokens: int) -> Any:
+        """The model's fused passes, if there are any for so many tokens a row."""
+        passes = self.model.__dict__.get(OWN_PASSES)
+        return passes if passes is not None and num_tokens <= _MOST_TOKENS and passes.serves(self.model) else None
+
+    def _states(self, out: Any) -> dict[int, Tensor]:
+        return {asked: out.hidden_states[layer] for asked, layer in zip(self._asked, self._layers, strict=True)}
 
     def _inputs(self, tokens: Tensor, placed: "_Placed") -> dict[str, Any]:
         """What a model takes, whatever it is asked for."""
@@ -295,7 +318,7 @@ class CachedLM:
         if implementation == "sdpa":
             masks = additive(masks, cache_dtype(self.model))
         taken = {"input_ids": tokens, "attention_mask": masks, "position_ids": fed}
-        return {**taken, "cache": self.cache, "use_cache": True}
+        return {**taken, "cache": self.cache}
 
 
 class _Placed(NamedTuple):

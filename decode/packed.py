@@ -5,23 +5,26 @@ one row; with weights in oneDNN's blocked layout it costs little more. On some p
 ones for the fewest rows, so ``auto`` measures from how many on the packed copies are used; both give the same numbers up to
 rounding. Everything falls back to the plain modules.
 
-The target stays transformers' own code with other products inside, so that what it computes is beyond doubt. A draft model
-may go further: its layers are fused (:mod:`.fused`), which a lossless rule makes a matter of speed alone.
+The passes around these products are fused where the model's layers allow it (:mod:`.fused`), on either backend. Weights are
+rounded nowhere but in drafters that are to keep theirs in float16 (:mod:`.half`): a lossless rule makes that a matter of
+speed alone.
 """
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..models.draft_lm import DraftLM
-from .fused import fuse, unfuse
+from .fused import Join, fuse, is_fused, unfuse
+from .half import HalfProduct, fits_half, half_supported
 from .onednn import PackedProduct, product, supported
 from .quick import quicker_by_onednn
 
@@ -33,39 +36,51 @@ def use_backend(model: nn.Module, backend: Backend, plain_rows: int = 0) -> Back
 
     Parameters, ``state_dict`` and gradients are untouched: a packed layer falls back to its own weight where gradients are
     recorded, and for products of at most `plain_rows` rows. ``auto`` measures that number, and leaves the model plain where
-    packed copies are no gain for any number of rows that a verification pass has. Call again after the weights have
-    changed: the packed copies do not follow them.
+    packed copies are no gain for any number of rows that a verification pass has. Call again after weights or modules have
+    changed: packed copies do not follow the former. Passes are fused on both backends.
     """
     unpack(model)
     layers = [module for module in model.modules() if _packable(module)]
-    if backend == "plain" or not layers:
-        return "plain"
-    if backend == "auto":
+    if backend == "auto" and layers:
         plain_rows = _measured_plain_rows(layers)
         if plain_rows >= _ROWS[-1]:
-            return "plain"
-    for layer in layers:
-        _pack(layer, plain_rows)
-    model.__dict__[_PLAIN_ROWS] = plain_rows
-    if isinstance(model, DraftLM):
-        fuse(model)
+            backend = "plain"
+    if backend == "plain" or not layers:
+        _fuse(model, None)
+        return "plain"
+    _pack_all(model, layers, _Packing(PackedProduct, plain_rows))
     return "packed"
 
 
-def use_backend_of(target: nn.Module, model: nn.Module) -> Backend:
-    """Switch `model`, a drafter's, to the backend that its target uses, down to the rows that stay plain.
+def use_backend_of(target: nn.Module, drafter: nn.Module, half: bool = False) -> Backend:
+    """Switch a drafter's modules to the backend that its target uses, down to the rows that stay plain; those that it shares
+    with the target stay the target's. (Fused passes of a packed draft model are packed for any number of rows.)
 
-    (Fused passes are packed for any number of rows.)
+    `half`: with weights kept in float16 instead, where all of its own fit into it. Returns what became of its own modules:
+    ``"packed"`` (in either way) or ``"plain"``.
     """
-    return use_backend(model, "packed" if is_packed(target) else "plain", target.__dict__.get(_PLAIN_ROWS, 0))
+    shared = {id(module) for module in target.modules()}
+    unpack(drafter, but=shared)
+    layers = [module for module in drafter.modules() if _packable(module)]
+    own = [layer for layer in layers if id(layer) not in shared]
+    if half and half_supported() and own and all(fits_half(layer.weight) for layer in own):
+        _pack_all(drafter, own, _Packing(HalfProduct, most_rows=_HALF_ROWS), join=len(own) == len(layers))
+    elif is_packed(target) and own:
+        _pack_all(drafter, own, _Packing(PackedProduct, _plain_rows_of(target)), join=len(own) == len(layers))
+    else:
+        if id(drafter) not in shared:
+            _fuse(drafter, None)
+        return "plain"
+    return "packed"
 
 
-def unpack(model: nn.Module) -> None:
-    """Give every layer its own forward back and free the packed copies."""
-    if isinstance(model, DraftLM):
-        unfuse(model)
-    model.__dict__.pop(_PLAIN_ROWS, None)
+def unpack(model: nn.Module, but: Container[int] = ()) -> None:
+    """Give the model and all in it their own forwards back and free the copies. `but`: modules (by ``id``) left alone."""
     for module in model.modules():
+        if id(module) in but:
+            continue
+        unfuse(module)
+        module.__dict__.pop(_PACKING, None)
         if _PACKED in module.__dict__:
             del module.__dict__["forward"], module.__dict__[_PACKED]
 
@@ -77,17 +92,47 @@ def is_packed(model: nn.Module) -> bool:
 
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
-    """Inside, plain products, and the weights may change; afterwards what :func:`use_backend` had set."""
-    packed, plain_rows = is_packed(model), model.__dict__.get(_PLAIN_ROWS, 0)
+    """Inside, plain products and transformers' own passes, and the weights may change; afterwards what :func:`use_backend`
+    had set.
+    """
+    packing, fused = model.__dict__.get(_PACKING), is_fused(model)
     unpack(model)
     try:
         yield
     finally:
-        if packed:
-            use_backend(model, "packed", plain_rows)
+        if packing is not None:
+            _pack_all(model, [module for module in model.modules() if _packable(module)], packing)
+        elif fused:
+            _fuse(model, None)
 
 
-_PACKED, _PLAIN_ROWS = "_draftsmith_packed", "_draftsmith_plain_rows"
+class _Packing(NamedTuple):
+    """How layers are packed: products of more than `plain_rows` rows, and of `most_rows` at most (None: any number)."""
+
+    make: Join
+    plain_rows: int = 0
+    most_rows: int | None = None
+
+
+# In the ``__dict__`` of a packed layer; in that of a packed model.
+_PACKED, _PACKING = "_draftsmith_packed", "_draftsmith_packing"
+
+
+def _pack_all(model: nn.Module, layers: Sequence["nn.Linear | Conv1D"], packing: _Packing, join: bool = True) -> None:
+    for layer in layers:
+        _pack(layer, packing)
+    model.__dict__[_PACKING] = packing
+    _fuse(model, packing.make if join and isinstance(model, DraftLM) else None)
+
+
+def _plain_rows_of(target: nn.Module) -> int:
+    packing = target.__dict__.get(_PACKING)
+    return 0 if packing is None else packing.plain_rows
+
+
+def _fuse(model: nn.Module, join: Join | None) -> None:
+    if isinstance(model, DraftLM | PreTrainedModel):
+        fuse(model, join)
 
 
 def _packable(module: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
@@ -102,19 +147,22 @@ def _matrix(layer: nn.Linear | Conv1D) -> Tensor:
     return weight.t().contiguous() if isinstance(layer, Conv1D) else weight
 
 
-def _pack(layer: nn.Linear | Conv1D, plain_rows: int) -> None:
-    packed, dtype, plain = PackedProduct(_matrix(layer), layer.bias), layer.weight.dtype, layer.forward
+def _pack(layer: nn.Linear | Conv1D, packing: _Packing) -> None:
+    packed, dtype, plain = packing.make(_matrix(layer), layer.bias), layer.weight.dtype, layer.forward
+    plain_rows, most_rows = packing.plain_rows, packing.most_rows
 
     def forward(x: Tensor) -> Tensor:
         if (torch.is_grad_enabled() and x.requires_grad) or x.dtype is not dtype:
             return plain(x)
-        return plain(x) if x.numel() <= plain_rows * x.shape[-1] else packed(x)
+        rows = x.numel() // x.shape[-1]
+        return plain(x) if rows <= plain_rows or (most_rows is not None and rows > most_rows) else packed(x)
 
     # Instance attributes, not submodules: the module's parameters and names stay as they are.
     layer.__dict__[_PACKED] = packed
     layer.__dict__["forward"] = forward
 
 
+_HALF_ROWS = 64  # beyond these, products wait for arithmetic and no longer for weights
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # of the products that are timed: those of verification passes
 _COPIES, _MOST_WEIGHTS = 8, 2**26  # layers of one shape that take turns, and the weights that they may have in all
 

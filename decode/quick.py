@@ -20,6 +20,7 @@ import torch
 
 from ..models.native import has_bf16_products
 from ..paths import home
+from .half import HalfProduct, half_supported
 from .onednn import PackedProduct, product, supported
 
 Work = Callable[[], Any]
@@ -50,6 +51,22 @@ def quick_dtype(loaded: torch.dtype, device: torch.device, rows: int) -> torch.d
     return torch.bfloat16 if quicker else loaded
 
 
+def quickest_weights(loaded: torch.dtype, device: torch.device) -> torch.dtype:
+    """In what a drafter keeps its weights to be fastest over one token, beside a target that was loaded in `loaded`.
+
+    Beside float32 on a CPU: bfloat16 for weights and passes, float16 for the weights alone (:mod:`.half`), or float32 where
+    neither is faster. Measured and kept as :func:`quicker_in_bf16` has it. Elsewhere as the target.
+    """
+    if loaded != torch.float32 or device.type != "cpu":
+        return loaded
+    times = {torch.float32: _WORTH_IT}
+    if has_bf16_products(device) and supported(torch.bfloat16):
+        times[torch.bfloat16] = bf16_time(1)
+    if half_supported() and supported():
+        times[torch.float16] = _noted("half", 1, torch.get_num_threads())
+    return min(times, key=times.__getitem__)
+
+
 def bf16_time(rows: int) -> float:
     """Time of products of `rows` rows in bfloat16 on this CPU as a share of their time in float32, as first measured."""
     return _noted("bf16", rows, torch.get_num_threads())
@@ -63,14 +80,15 @@ def quicker_by_onednn() -> bool:
 
 
 @cache
-def _noted(what: Literal["bf16", "onednn"], rows: int, threads: int) -> float:
+def _noted(what: Literal["bf16", "half", "onednn"], rows: int, threads: int) -> float:
     file = home() / "speed" / f"{what}_{_machine()}_{rows}rows_{threads}threads.json"
     existed, noted = file.exists(), _read(file)
     if noted is None:
         if existed:  # damaged: left there, every process would measure anew
             with suppress(OSError):
                 file.unlink()
-        noted = _note(file, (_measured_bf16 if what == "bf16" else _measured_onednn)(rows))
+        measure = {"bf16": _measured_bf16, "half": _measured_half, "onednn": _measured_onednn}[what]
+        noted = _note(file, measure(rows))
     return noted
 
 
@@ -113,14 +131,23 @@ def _machine() -> str:
     return hashlib.sha256("\n".join([torch.__version__, *lasting]).encode()).hexdigest()[:12]
 
 
+def _measured_bf16(rows: int) -> float:
+    return _measured_products(rows, torch.bfloat16, PackedProduct)
+
+
+def _measured_half(rows: int) -> float:
+    return _measured_products(rows, torch.float32, HalfProduct)
+
+
 @torch.inference_mode()
-def _measured_bf16(rows: int, seconds: float = 0.6) -> float:
+def _measured_products(rows: int, dtype: torch.dtype, kind: Any, seconds: float = 0.6) -> float:
+    """Of inputs and weights in `dtype`, by products of this kind, against packed ones in float32."""
     weights = [torch.randn(*shape[::-1]) for _ in range(_COPIES) for shape in _SHAPES]
     sides = []
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = {columns: torch.randn(rows, columns, dtype=dtype) for columns, _ in _SHAPES}
-        products = [(PackedProduct(weight.to(dtype)), inputs[weight.shape[1]]) for weight in weights]
-        sides.append([partial(packed, x) for packed, x in products])
+    for used, make in ((torch.float32, PackedProduct), (dtype, kind)):
+        inputs = {columns: torch.randn(rows, columns, dtype=used) for columns, _ in _SHAPES}
+        products = [(make(weight.to(used)), inputs[weight.shape[1]]) for weight in weights]
+        sides.append([partial(one, x) for one, x in products])
     plain, other = sides
     return _ratio(other, plain, seconds)
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from ..decode.dynamic_tree import as_tree
 from ..decode.length_names import longest
 from ..decode.loop import speculative_generate
-from ..decode.packed import use_backend, use_backend_of
+from ..decode.packed import use_backend
 from ..decode.prompts import pad_rows
 from ..decode.rules import LOSSLESS
 from ..decode.sampling import Sampling
 from ..decode.streams import mix
 from ..decode.tree import TreeLayout
 from ..errors import BadInput
-from ..heads import load_drafter
+from ..heads import load_served
 from ..models.target import Target, as_target, load_target
 from .alpha import Answer
 from .audit_drift import audit_drift
@@ -91,12 +91,8 @@ def _loaded(options: AuditOptions) -> tuple[Target, Any, str]:
     target = load_target(options.target, options.dtype, options.device, options.trust_remote_code)
     if target.tokenizer is None:
         raise BadInput(f"{options.target}: has no tokenizer, so prompts cannot be encoded")
-    drafter = load_drafter(options.drafter, target, options.drafter_dtype)
     backend = use_backend(target.model, options.backend)  # type: ignore[arg-type]
-    module = getattr(drafter, "module", None)
-    if module is not None:
-        use_backend_of(target.model, module)
-    return target, drafter, backend
+    return target, load_served(options.drafter, target, options.drafter_dtype), backend
 
 
 def _chosen_tree(

@@ -12,11 +12,11 @@ from ..data.sources import Example, read_examples, shipped_evaluation
 from ..decode.batched import generate_batched
 from ..decode.dynamic_tree import DynamicTree, as_tree
 from ..decode.length_names import longest
-from ..decode.packed import use_backend, use_backend_of
+from ..decode.packed import use_backend
 from ..decode.rules import LOSSLESS
 from ..decode.tree import TreeLayout
 from ..errors import BadInput
-from ..heads import load_drafter
+from ..heads import load_served
 from ..models.target import Target, load_target
 from ..progress import say
 from ..provenance import environment
@@ -134,10 +134,7 @@ def encode_openings(target: Target, examples: Sequence[Example], where: str) -> 
 def _contestant(
     name: str, source: str, options: EvalOptions, target: Target, examples: Sequence[Example]
 ) -> Contestant:
-    drafter = load_drafter(source, target, options.drafter_dtype)
-    module = getattr(drafter, "module", None)
-    if module is not None:
-        use_backend_of(target.model, module)
+    drafter: Any = load_served(source, target, options.drafter_dtype)
     num_passes = getattr(drafter, "num_passes", None)
     shape = None if options.tree == "auto" else as_tree(options.tree)
     if not hasattr(drafter, "set_dynamic_tree" if isinstance(shape, DynamicTree) else "set_tree"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..decode.confidence import Confidence
 from ..decode.draft import Accepted, Draft, TargetOutputs
 from ..decode.draft_model import DraftModel
+from ..decode.fused import fuse, is_fused
 from ..decode.sampling import Sampling
 from ..decode.tree import TreeLayout
 from ..models.draft_lm import DraftLM
@@ -72,7 +73,7 @@ class LayerSkip:
         Raises:
             BadInput: a layer that is not there, or a family whose blocks cannot be skipped.
         """
-        self.exit, self.vocab_size = exit_, target.vocab_size
+        self.exit, self.vocab_size, self.whole = exit_, target.vocab_size, target.model
         self.skipper = skipper or BlockSkipper(target.model)
         self.skip(skipped)
         self.vocabulary: Tensor | None = None
@@ -84,8 +85,10 @@ class LayerSkip:
     def skip(self, skipped: Skipped) -> None:
         """Skip these blocks from the next `start` on."""
         self.skipped = skipped
-        view = self.skipper.view(skipped.attention, skipped.mlp)
-        self.inner = DraftModel(DraftLM(view), self.vocab_size)
+        lm = DraftLM(self.skipper.view(skipped.attention, skipped.mlp))
+        if is_fused(self.whole):
+            fuse(lm, like=self.whole)
+        self.inner = DraftModel(lm, self.vocab_size)
 
     @property
     def module(self) -> nn.Module:

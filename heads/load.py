@@ -8,7 +8,8 @@ import torch
 from ..decode.draft import Drafter
 from ..decode.draft_model import DraftModel
 from ..decode.drafters import drafter_without_training, is_without_training
-from ..decode.quick import quick_dtype
+from ..decode.packed import use_backend_of
+from ..decode.quick import quick_dtype, quickest_weights
 from ..errors import BadInput, nearest
 from ..models.draft_lm import load_draft_lm
 from ..models.folder import read_manifest
@@ -63,6 +64,21 @@ def load_drafter(folder_or_name: str | Path, target: Any, dtype: str | torch.dty
             return load_heads(name, target)
         case _:
             raise BadInput(f"{name}: a drafter of kind {kind!r} is not known here{nearest(kind, KINDS)}")
+
+
+def load_served(name: str | Path, target: Any, dtype: str | torch.dtype = "target") -> Drafter:
+    """:func:`load_drafter`, with its products on the backend that `target` uses: what serves and is measured.
+
+    `dtype` ``"auto"`` also lets a drafter of any kind keep weights of its own in float16 for these products, in the place of
+    another dtype, where this CPU is fastest with that; all else stays in float32.
+    """
+    target = as_target(target)
+    half = dtype == "auto" and quickest_weights(target.dtype, target.device) is torch.float16
+    drafter = load_drafter(name, target, "target" if half else dtype)
+    module = getattr(drafter, "module", None)
+    if module is not None:
+        use_backend_of(target.model, module, half=half)
+    return drafter
 
 
 def _resolved(dtype: str | torch.dtype, target: Target) -> torch.dtype:

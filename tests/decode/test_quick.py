@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from draftsmith.decode import quick
-from draftsmith.decode.onednn import supported
+from draftsmith.decode.half import HalfProduct, half_supported
+from draftsmith.decode.onednn import PackedProduct, supported
 from draftsmith.decode.packed import FastProducts, fast_products
-from draftsmith.decode.quick import bf16_time, quick_dtype, quicker_by_onednn, quicker_in_bf16
+from draftsmith.decode.quick import bf16_time, quick_dtype, quicker_by_onednn, quicker_in_bf16, quickest_weights
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,27 @@ def test_nothing_is_timed_without_the_instructions_or_on_a_gpu(measured, monkeyp
     assert not quicker_in_bf16(CPU, 64)
     assert not quicker_in_bf16(torch.device("cuda"), 512)
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("bf16", "half", "quickest"),
+    [
+        (0.6, 0.5, torch.float16),
+        (0.5, 0.6, torch.bfloat16),
+        (0.95, 1.2, torch.float32),
+        (None, 0.5, torch.float16),
+        (0.5, None, torch.bfloat16),
+        (None, None, torch.float32),
+    ],
+)
+def test_a_drafters_weights_are_kept_in_what_is_fastest(bf16, half, quickest, monkeypatch):
+    monkeypatch.setattr(quick, "has_bf16_products", lambda device: bf16 is not None)
+    monkeypatch.setattr(quick, "half_supported", lambda: half is not None)
+    monkeypatch.setattr(quick, "_measured_bf16", lambda rows: bf16)
+    monkeypatch.setattr(quick, "_measured_half", lambda rows: half)
+    assert quickest_weights(torch.float32, CPU) is quickest
+    for loaded, device in ((torch.float32, "cuda"), (torch.bfloat16, "cpu")):
+        assert quickest_weights(loaded, torch.device(device)) is loaded
 
 
 def test_another_process_reads_what_the_first_one_measured(measured, tmp_path):
@@ -123,4 +145,9 @@ def test_both_libraries_products_are_the_same_up_to_rounding():
 
 @pytest.mark.skipif(not supported(torch.bfloat16), reason="no oneDNN, or none that computes bfloat16 here")
 def test_a_measurement_is_a_ratio_of_times():
-    assert 0.05 < quick._measured_bf16(4, seconds=0.05) < 50
+    assert 0.05 < quick._measured_products(4, torch.bfloat16, PackedProduct, seconds=0.05) < 50
+
+
+@pytest.mark.skipif(not (half_supported() and supported()), reason="no kernels with weights in float16 here")
+def test_weights_in_float16_are_measured_against_float32():
+    assert 0.05 < quick._measured_products(1, torch.float32, HalfProduct, seconds=0.05) < 50
