@@ -194,8 +194,7 @@ class CachedLM:
         else:
             with cached_attention(self.model):
                 last, logits = parts.rest(between, want_logits, **inputs, use_cache=True)
-        states = {parts.num_first: between, self._num_layers: last}
-        return Outputs(logits, {asked: states[layer] for asked, layer in zip(self._asked, self._layers, strict=True)})
+        return Outputs(logits, self._states({parts.num_first: between, self._num_layers: last}))
 
     def _read_and_feed(self, prompts: Tensor, tokens: Tensor, parents: Tensor | None) -> Outputs:
         """One pass over prompts, which an empty cache keeps, and pending tokens; what it computed for the latter."""
@@ -287,7 +286,7 @@ class CachedLM:
         taken = self._inputs(tokens, placed)
         if passes := self._own_passes(tokens.shape[1]):
             out = passes.run(**taken, num_logits=num_logits if want_logits else None, **inputs)
-            return Outputs(out.logits, self._states(out))
+            return Outputs(out.logits, self._states(out.hidden_states))
         taken["use_cache"] = True
         if self._layers:
             inputs["output_hidden_states"] = True
@@ -297,15 +296,18 @@ class CachedLM:
             del taken["input_ids"]
         with cached_attention(self.model):
             out = self.model(**taken, **inputs)
-        return Outputs(out.logits[:, -num_logits:] if want_logits else None, self._states(out))
+        return Outputs(
+            out.logits[:, -num_logits:] if want_logits else None, self._states(getattr(out, "hidden_states", None))
+        )
 
     def _own_passes(self, num_tokens: int) -> Any:
         """The model's fused passes, if there are any for so many tokens a row."""
         passes = self.model.__dict__.get(OWN_PASSES)
         return passes if passes is not None and num_tokens <= _MOST_TOKENS and passes.serves(self.model) else None
 
-    def _states(self, out: Any) -> dict[int, Tensor]:
-        return {asked: out.hidden_states[layer] for asked, layer in zip(self._asked, self._layers, strict=True)}
+    def _states(self, by_layer: Any) -> dict[int, Tensor]:
+        """Those that were asked for, as they were asked for."""
+        return {asked: by_layer[layer] for asked, layer in zip(self._asked, self._layers, strict=True)}
 
     def _inputs(self, tokens: Tensor, placed: "_Placed") -> dict[str, Any]:
         """What a model takes, whatever it is asked for."""

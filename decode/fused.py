@@ -67,6 +67,12 @@ def fuse(model: Any, join: Join | None = None, like: Any = None) -> bool:
     return is_fused(model)
 
 
+def fuse_as(view: Any, whole: Any) -> None:
+    """Fuse a view of `whole` where that is fused."""
+    if is_fused(whole):
+        fuse(view, like=whole)
+
+
 def unfuse(model: Any) -> None:
     """Have the model run by its own forward again, and free joined copies."""
     model.__dict__.pop(OWN_PASSES, None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..decode.confidence import Confidence
 from ..decode.draft import Accepted, Draft, TargetOutputs
 from ..decode.draft_model import DraftModel
-from ..decode.fused import fuse, is_fused
+from ..decode.fused import fuse_as
 from ..decode.sampling import Sampling
 from ..decode.tree import TreeLayout
 from ..models.draft_lm import DraftLM
@@ -86,8 +86,7 @@ class LayerSkip:
         """Skip these blocks from the next `start` on."""
         self.skipped = skipped
         lm = DraftLM(self.skipper.view(skipped.attention, skipped.mlp))
-        if is_fused(self.whole):
-            fuse(lm, like=self.whole)
+        fuse_as(lm, self.whole)
         self.inner = DraftModel(lm, self.vocab_size)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..data.encoded_set import EncodedSet
 from ..decode.costs import time_passes
-from ..decode.fused import fuse, is_fused
+from ..decode.fused import fuse_as
 from ..decode.loop import speculative_generate
 from ..decode.sampling import Sampling
 from ..distill.teacher import last_hidden
@@ -213,9 +213,8 @@ class _Measured(NamedTuple):
 def _costs(calibration: Calibration, skipper: BlockSkipper, most: int, seconds: float) -> _Costs:
     every, whole = range(skipper.num_layers), calibration.target.model
     views = {"whole": whole, "attention": skipper.view(every, []), "mlp": skipper.view([], every)}
-    if is_fused(whole):
-        for view in (views["attention"], views["mlp"]):
-            fuse(view, like=whole)
+    for view in (views["attention"], views["mlp"]):
+        fuse_as(view, whole)
     times = time_passes(views, calibration.prompt, seconds / 2)
     verification = calibration.costs(most, seconds / 2).verification
     spared = {block: max(times["whole"] - times[block], 0.0) / skipper.num_layers for block in ("attention", "mlp")}

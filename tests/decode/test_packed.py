@@ -66,6 +66,18 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], toleran
         assert (one.float() - other.float()).norm() <= tolerance * other.float().norm()
 
 
+def check_samples(reference: Any, target: Any, lm: DraftLM) -> None:
+    """What is sampled with this drafter, of a vocabulary of 8, has the target's distribution."""
+    prompt = reference.prompt_of(5, 3, vocab_size=8)
+    ids, mask = reference.batch_of([prompt] * 1500)
+    output = speculative_generate(
+        target, DraftModel(lm, 8), ids, mask, max_new_tokens=2, num_speculative_tokens=2, temperature=1.0, seed=5
+    )
+    reference.check_joint(
+        output.tokens[:, len(prompt) :].tolist(), reference.joint_distribution(target, prompt, 2, Sampling(1.0))
+    )
+
+
 def test_packed_products_change_nothing_but_rounding(reference: Any, any_model: Any) -> None:
     model = any_model()
     expected = fed(model, reference)
@@ -501,17 +513,10 @@ class TestHalf:
     def test_what_it_drafts_is_verified_by_the_probabilities_it_was_drawn_from(
         self, reference: Any, tiny_llama: Any
     ) -> None:
-        target, sampling = tiny_llama(vocab_size=8, seed=1), Sampling(1.0)
+        target = tiny_llama(vocab_size=8, seed=1)
         lm = DraftLM(tiny_llama(vocab_size=8, seed=2))
         assert use_backend_of(target, lm, half=True) == "packed"
-        prompt = reference.prompt_of(5, 3, vocab_size=8)
-        ids, mask = reference.batch_of([prompt] * 1500)
-        output = speculative_generate(
-            target, DraftModel(lm, 8), ids, mask, max_new_tokens=2, num_speculative_tokens=2, temperature=1.0, seed=5
-        )
-        reference.check_joint(
-            output.tokens[:, len(prompt) :].tolist(), reference.joint_distribution(target, prompt, 2, sampling)
-        )
+        check_samples(reference, target, lm)
 
     def test_it_is_used_where_the_clock_says_so(
         self, tiny_llama: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -628,17 +633,10 @@ class TestBfloat16:
     def test_what_it_drafts_is_verified_by_the_probabilities_it_was_drawn_from(
         self, reference: Any, tiny_llama: Any
     ) -> None:
-        target, sampling = tiny_llama(vocab_size=8, seed=1), Sampling(1.0)
+        target = tiny_llama(vocab_size=8, seed=1)
         lm = DraftLM(tiny_llama(vocab_size=8, seed=2).bfloat16())
         use_backend(lm, "packed")
-        prompt = reference.prompt_of(5, 3, vocab_size=8)
-        ids, mask = reference.batch_of([prompt] * 1500)
-        output = speculative_generate(
-            target, DraftModel(lm, 8), ids, mask, max_new_tokens=2, num_speculative_tokens=2, temperature=1.0, seed=5
-        )
-        reference.check_joint(
-            output.tokens[:, len(prompt) :].tolist(), reference.joint_distribution(target, prompt, 2, sampling)
-        )
+        check_samples(reference, target, lm)
 
     def test_it_is_loaded_so_when_asked(self, reference: Any, tiny_llama: Any, tmp_path: Any) -> None:
         target = Target(tiny_llama(layers=3), None, "tiny", ())
