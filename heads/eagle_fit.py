@@ -6,9 +6,10 @@ one token ahead). What is left to learn is what a linear map cannot know.
 
 - Version 1: the map is ``fc``. Attention and MLP add nothing at first.
 - Version 3: ``fc`` makes the last hidden state of the fused ones, which the residual stream passes on. The step from there
-  to the next one is attention's, which alone reads the embedding: queries and keys start alike, so that an entry attends
-  to itself most of all, and values and output projection are as much of the map as so many values can carry. Drafting on
-  from its own outputs then is the same step again.
+  to the next one is attention's, which alone reads the embedding: queries and keys of most heads start alike, so that an
+  entry attends to itself most of all, and values and output projection are as much of the map as so many values can carry.
+  Drafting on from its own outputs then is the same step again. The other heads start as induction heads
+  (`eagle_induction`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ..distill.batch import DistillBatch
 from ..distill.ridge import RidgeFit
+from .eagle_induction import Places, main_directions, num_induction_heads, start_induction_heads
 from .eagle_model import Attention, EagleModel
 from .eagle_unroll import features_before, seen_entries
 
@@ -106,8 +108,14 @@ def _third_version(model: EagleModel, batches: list[DistillBatch], read: _Read) 
     model.norm.weight.copy_(gain)
     model.scale.copy_(1 / sizes)
     model.fc.weight.copy_(fused.solved()[0] / gain[:, None] * sizes)
-    _attend_to_itself(model.layer.self_attn)
-    _read_for_the_step(model.layer.self_attn.v_proj.weight, step, gain)
+    attention = model.layer.self_attn
+    _attend_to_itself(attention)
+    induction = num_induction_heads(model)
+    _read_for_the_step(
+        attention.v_proj.weight[: attention.v_proj.out_features - induction * attention.head_dim], step, gain
+    )
+    if induction:
+        start_induction_heads(model, (_places(model, batch, read) for batch in batches))
     return _bring_together(model, batches, read)
 
 
@@ -127,10 +135,23 @@ def _read_for_the_step(values: Tensor, step: RidgeFit, gain: Float[Tensor, "hidd
     sizes = torch.cat([torch.ones_like(gain), gain])
     weight *= sizes
     weight[:, hidden:] -= torch.eye(hidden, dtype=weight.dtype, device=weight.device)
-    added = weight @ (step.input_products / sizes / sizes[:, None]) @ weight.T
-    main = torch.linalg.eigh(added).eigenvectors.flip(-1)[:, : len(values)]
+    main = main_directions(weight, step.input_products / sizes / sizes[:, None])[: len(values)]
     values.zero_()
-    values[: main.shape[1]] = (main.T @ weight).to(values.dtype)
+    values[: len(main)] = main.to(values.dtype)
+
+
+def _places(model: EagleModel, batch: DistillBatch, read: _Read) -> Places:
+    """The positions of a batch where labels are predicted."""
+    at, states = _with_a_feature(batch), read.features(batch)
+    fused = model.fuse([states[layer] for layer in read.layers])
+    _, seen_by_attention = model.inputs(read.embed(batch.input_ids), features_before(fused))
+    next_token = read.embed(batch.input_ids.flatten()[at + 1]).to(model.dtype)
+    return Places(
+        seen_by_attention.flatten(0, 1)[at],
+        model.layer.hidden_norm(fused).flatten(0, 1)[at],
+        model.layer.input_layernorm(next_token),
+        states[read.last].flatten(0, 1)[at].to(model.dtype) / model.norm.weight,
+    )
 
 
 def _bring_together(model: EagleModel, batches: list[DistillBatch], read: _Read) -> float:

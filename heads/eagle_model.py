@@ -190,7 +190,7 @@ class EagleModel(nn.Module):
             self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         rotary = LlamaRotaryEmbedding(config)
         # Not buffers: a cast of the module to bfloat16 would round the frequencies.
-        self._frequencies, self._rope_scale = rotary.inv_freq.detach().clone(), float(rotary.attention_scaling)
+        self.frequencies, self._rope_scale = rotary.inv_freq.detach().clone(), float(rotary.attention_scaling)
 
     @property
     def layer(self) -> Layer:
@@ -225,9 +225,9 @@ class EagleModel(nn.Module):
 
     def rotation(self, positions: Int[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines for `positions`."""
-        if self._frequencies.device != positions.device:
-            self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[..., None].float() * self._frequencies
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
         return ((angles.cos() * self._rope_scale).to(self.dtype), (angles.sin() * self._rope_scale).to(self.dtype))
 

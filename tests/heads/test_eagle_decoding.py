@@ -177,7 +177,7 @@ def test_bfloat16_decodes(version, tiny_llama):
     target = as_target(tiny_llama(layers=3).to(torch.bfloat16))
     drafter = drafter_for(target, version)
     drafter.model.to(torch.bfloat16)
-    assert drafter.model._frequencies.dtype == torch.float32, "rounded frequencies would turn positions"
+    assert drafter.model.frequencies.dtype == torch.float32, "rounded frequencies would turn positions"
     ids = torch.tensor([[3, 9, 4, 1]])
     out = speculative_generate(target, drafter, ids, max_new_tokens=10, num_speculative_tokens=3, eos_token_id=[])
     assert out.stats.emitted == 10
@@ -271,7 +271,7 @@ def test_a_llama_3_target_passes_its_rope_scaling_on(tiny_llama):
     }
     target = as_target(tiny_llama(layers=3, rope_parameters=rope))
     model = make_eagle(EagleDrafter(), target, None)
-    torch.testing.assert_close(model._frequencies, target.model.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(model.frequencies, target.model.model.rotary_emb.inv_freq)
     positions = torch.arange(5)[None]
     cosines, _ = target.model.model.rotary_emb(torch.zeros(1, 5, 32), positions)
     torch.testing.assert_close(model.rotation(positions)[0], cosines)
