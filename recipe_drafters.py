@@ -113,6 +113,7 @@ class EagleDrafter(Section):
     vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
     intermediate_size: int | None = Field(default=None, ge=1)  # of the layer's MLP; None: the target's
     num_key_value_heads: int | None = Field(default=None, ge=1)  # None: the target's
+    train_output: bool = True  # the output head too, which starts as the target's (version 1 has none of its own)
     unroll: int | None = Field(default=None, ge=1)  # steps on its own outputs in training; None: 1 (version 1), 5 (3)
     step_decay: float = Field(default=0.8, gt=0, le=1)  # step j's loss weighs this to the power of j
     first_alone: float = Field(default=0.0, ge=0, le=1)  # share of the training that takes the first of them alone
@@ -136,6 +137,8 @@ class EagleDrafter(Section):
             raise ValueError("version 1 reads the target's last hidden states alone: leave layers out")
         if self.version == 3 and (self.weight_of_features or self.noise):
             raise ValueError("version 3 has no loss on features and no noise: leave feature_weight and noise out")
+        if self.version == 1 and not self.train_output:
+            raise ValueError("version 1 has no output head of its own to train: leave train_output out")
         return self
 
 

@@ -63,6 +63,7 @@ def make_eagle(config: EagleDrafter, target: Target, kept_ids: Int[Tensor, "kept
     layer = eagle_config(target.model.config, config.intermediate_size, config.num_key_value_heads)
     with torch.device(target.device):
         model = EagleModel(layer, config.version, outputs, len(feature_layers(config, target.num_layers)))
+    outputs.requires_grad_(config.train_output)
     return model.to(target.device)
 
 

@@ -201,6 +201,10 @@ def test_a_wrong_value_names_key_value_and_what_was_expected(lines, override, ex
             ["drafter={kind: model, init: {layers: [0], embeddings: random}}"],
             "drafter.init: embeddings is for config",
         ),
+        (
+            ["drafter={kind: eagle, version: 1, train_output: false}"],
+            "drafter: version 1 has no output head of its own to train",
+        ),
     ],
 )
 def test_what_a_kind_of_drafter_cannot_do_is_refused_with_the_recipe(lines, overrides, expected):

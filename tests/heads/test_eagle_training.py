@@ -165,6 +165,17 @@ def test_training_moves_all_of_the_drafter_and_nothing_of_the_target(version, ti
     assert fingerprint(target.model) == before
 
 
+def test_an_output_head_that_is_not_trained_stays_the_targets(tiny_qwen3):
+    kept = torch.tensor([1, 4, 9, 16, 25, 36, 49])
+    target = as_target(tiny_qwen3())
+    made = training(target, 3, kept=kept, train_output=False)
+    model = made.drafter.model
+    before = model.layer.mlp.up_proj.weight.clone()
+    fit(made.objective, [packed((random_ids(12), 3))], steps=3, learning_rate=1e-2)
+    torch.testing.assert_close(model.saved_state()["lm_head.weight"], target.model.get_output_embeddings().weight[kept])
+    assert not torch.equal(model.layer.mlp.up_proj.weight, before)
+
+
 def fingerprint(model):
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
