@@ -100,3 +100,12 @@ class RidgeFit:
     def output_sizes(self) -> Float[Tensor, "out"]:
         """Root mean square of every output."""
         return (self._all[2] / self.count).sqrt()
+
+
+def main_directions(weight: Float[Tensor, "out in"], input_products: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
+    """A linear map turned so that its outputs lie along their main directions, the largest first.
+
+    `input_products`: inputs times inputs, as :attr:`RidgeFit.input_products` has them.
+    """
+    outputs = weight @ input_products @ weight.T
+    return torch.linalg.eigh(outputs).eigenvectors.flip(-1).T @ weight

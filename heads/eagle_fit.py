@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..distill.batch import DistillBatch
-from ..distill.ridge import RidgeFit
-from .eagle_induction import Places, main_directions, num_induction_heads, start_induction_heads
+from ..distill.ridge import RidgeFit, main_directions
+from .eagle_induction import Places, num_induction_heads, start_induction_heads
 from .eagle_model import Attention, EagleModel
 from .eagle_unroll import features_before, seen_entries
 
@@ -39,9 +39,12 @@ def fit_start(
     features: Features,
     embed: Callable[[Tensor], Tensor],
     batches: Iterable[DistillBatch],
-    max_labels: int = 24576,
+    max_labels: int | None = None,
 ) -> float:
-    """Solve for the start on labels of `batches`, about `max_labels` at most; `last` is the number of the last hidden states.
+    """Solve for the start on the first labels of `batches`; `last` is the number of the last hidden states.
+
+    `max_labels`: about how many at most; None: some thousand, and more of wide targets, whose hidden states have as many
+    more unknowns.
 
     Also set are ``scale``, which brings every channel that ``fc`` reads to a root mean square of 1 (they differ by factors
     of a hundred, and the small ones would be learned last), and version 3's norm, which gives what the output head reads
@@ -51,7 +54,7 @@ def fit_start(
     """
     torch.nn.init.zeros_(model.layer.mlp.down_proj.weight)  # type: ignore[arg-type]
     torch.nn.init.zeros_(model.layer.self_attn.o_proj.weight)
-    taken = list(_first_labels(batches, max_labels))
+    taken = list(_first_labels(batches, max_labels or max(24576, 16 * model.config.hidden_size)))
     if not taken:
         return 0.0
     read = _Read(features, embed, layers, last)
@@ -96,7 +99,17 @@ def _first_version(model: EagleModel, batches: list[DistillBatch], read: _Read) 
 
 
 def _third_version(model: EagleModel, batches: list[DistillBatch], read: _Read) -> float:
-    """First what the layer reads and what it should make of that; then, over the same batches, what attention mixes."""
+    """First what the layer reads and what most of its heads make of that; then the other heads; then, over the same batches
+    again, what becomes of all that attention mixes.
+    """
+    _fuse_and_step(model, batches, read)
+    if num_induction_heads(model):
+        start_induction_heads(model, (_places(model, batch, read) for batch in batches))
+    return _bring_together(model, batches, read)
+
+
+def _fuse_and_step(model: EagleModel, batches: list[DistillBatch], read: _Read) -> None:
+    """Solve for ``fc``, and for the values of the heads by which attention takes the step to the next feature."""
     fused, step = RidgeFit(constant=False), RidgeFit(constant=False)
     for batch in batches:
         at, states = _with_a_feature(batch), read.features(batch)
@@ -110,13 +123,8 @@ def _third_version(model: EagleModel, batches: list[DistillBatch], read: _Read) 
     model.fc.weight.copy_(fused.solved()[0] / gain[:, None] * sizes)
     attention = model.layer.self_attn
     _attend_to_itself(attention)
-    induction = num_induction_heads(model)
-    _read_for_the_step(
-        attention.v_proj.weight[: attention.v_proj.out_features - induction * attention.head_dim], step, gain
-    )
-    if induction:
-        start_induction_heads(model, (_places(model, batch, read) for batch in batches))
-    return _bring_together(model, batches, read)
+    stepping = attention.kv_heads - num_induction_heads(model)
+    _read_for_the_step(attention.v_proj.weight[: stepping * attention.head_dim], step, gain)
 
 
 def _attend_to_itself(attention: Attention) -> None:
@@ -140,17 +148,33 @@ def _read_for_the_step(values: Tensor, step: RidgeFit, gain: Float[Tensor, "hidd
     values[: len(main)] = main.to(values.dtype)
 
 
-def _places(model: EagleModel, batch: DistillBatch, read: _Read) -> Places:
-    """The positions of a batch where labels are predicted."""
+class _AroundAttention(NamedTuple):
+    """Of a batch: what comes into the layer and what should come out of it."""
+
+    at: Int[Tensor, "labels"]  # where the labels are predicted, by flat position
+    fused: Float[Tensor, "rows length hidden"]  # the target's features
+    residual: Float[Tensor, "rows length hidden"]
+    seen_by_attention: Float[Tensor, "rows length read"]
+    wanted: Float[Tensor, "labels hidden"]  # the target's last hidden states, as the norm takes them
+
+
+def _around_attention(model: EagleModel, batch: DistillBatch, read: _Read) -> _AroundAttention:
     at, states = _with_a_feature(batch), read.features(batch)
     fused = model.fuse([states[layer] for layer in read.layers])
-    _, seen_by_attention = model.inputs(read.embed(batch.input_ids), features_before(fused))
-    next_token = read.embed(batch.input_ids.flatten()[at + 1]).to(model.dtype)
+    residual, seen_by_attention = model.inputs(read.embed(batch.input_ids), features_before(fused))
+    wanted = states[read.last].flatten(0, 1)[at].to(model.dtype) / model.norm.weight
+    return _AroundAttention(at, fused, residual, seen_by_attention, wanted)
+
+
+def _places(model: EagleModel, batch: DistillBatch, read: _Read) -> Places:
+    """The positions of a batch where labels are predicted."""
+    around = _around_attention(model, batch, read)
+    next_token = read.embed(batch.input_ids.flatten()[around.at + 1]).to(model.dtype)
     return Places(
-        seen_by_attention.flatten(0, 1)[at],
-        model.layer.hidden_norm(fused).flatten(0, 1)[at],
+        around.seen_by_attention.flatten(0, 1)[around.at],
+        model.layer.hidden_norm(around.fused).flatten(0, 1)[around.at],
         model.layer.input_layernorm(next_token),
-        states[read.last].flatten(0, 1)[at].to(model.dtype) / model.norm.weight,
+        around.wanted,
     )
 
 
@@ -159,16 +183,13 @@ def _bring_together(model: EagleModel, batches: list[DistillBatch], read: _Read)
     attention, last = model.layer.self_attn, RidgeFit(constant=False)
     total = torch.zeros(2, model.config.hidden_size, dtype=torch.float64, device=model.device)
     for batch in batches:
-        at, states = _with_a_feature(batch), read.features(batch)
-        before = features_before(model.fuse([states[layer] for layer in read.layers]))
-        residual, seen_by_attention = model.inputs(read.embed(batch.input_ids), before)
+        around = _around_attention(model, batch, read)
         rotation = model.rotation(batch.position_ids)
         everywhere = torch.arange(batch.input_ids.shape[1], device=model.device).expand_as(batch.input_ids)
-        keys_values, seen = model.keys_values(seen_by_attention, rotation), seen_entries(batch, everywhere)
-        mixed = attention.mix(model.queries(seen_by_attention, rotation), keys_values, seen, [])
-        wanted = states[read.last].flatten(0, 1)[at].to(model.dtype) / model.norm.weight
-        last.add(mixed.flatten(0, 1)[at], wanted - residual.flatten(0, 1)[at])
-        total += torch.stack([wanted.double().sum(0), wanted.double().square().sum(0)])
+        keys_values, seen = model.keys_values(around.seen_by_attention, rotation), seen_entries(batch, everywhere)
+        mixed = attention.mix(model.queries(around.seen_by_attention, rotation), keys_values, seen, [])
+        last.add(mixed.flatten(0, 1)[around.at], around.wanted - around.residual.flatten(0, 1)[around.at])
+        total += torch.stack([around.wanted.double().sum(0), around.wanted.double().square().sum(0)])
     weight, _, explained = last.solved()
     attention.o_proj.weight.copy_(weight)
     spread = total[1].sum() - total[0].square().sum() / last.count

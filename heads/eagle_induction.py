@@ -19,11 +19,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..distill.canonical import Canonical, CanonicalFit
-from ..distill.ridge import RidgeFit
+from ..distill.ridge import RidgeFit, main_directions
 from .eagle_model import EagleModel
 
 _SHARE = 3  # one key-value head in so many
 _SCORE = 20.0  # at most, of a query with the key of the same place, before the softmax; of another place about 0
+_LEAST_SURE = 0.25  # of queries that share a key, the least decided one's scores as a share of the most decided one's
 _DISTANCE = 512  # tokens over which a key must be known again: a rotation by less than 1 radian
 
 
@@ -40,15 +41,14 @@ class Places(NamedTuple):
 
 def num_induction_heads(model: EagleModel) -> int:
     """Key-value heads, the last ones, that start so; 0 where there are too few, or rotary embeddings turn too fast."""
-    attention = model.layer.self_attn
-    heads = attention.k_proj.out_features // attention.head_dim
-    return heads // _SHARE if len(slow_channels(model)) else 0
+    return model.layer.self_attn.kv_heads // _SHARE if len(slow_channels(model)) else 0
 
 
 def slow_channels(model: EagleModel) -> Int[Tensor, "channels"]:
-    """Channels of a head that rotary embeddings leave about alone."""
-    slow = (model.frequencies * _DISTANCE < 1).nonzero().flatten()
-    return torch.cat([slow, slow + model.layer.self_attn.head_dim // 2])
+    """Channels of a head that rotary embeddings leave about alone, the slowest first."""
+    order = model.frequencies.argsort()
+    slow = order[model.frequencies[order] * _DISTANCE < 1]
+    return torch.stack([slow, slow + model.layer.self_attn.head_dim // 2], -1).flatten()
 
 
 def start_induction_heads(model: EagleModel, places: Iterable[Places]) -> None:
@@ -60,7 +60,7 @@ def start_induction_heads(model: EagleModel, places: Iterable[Places]) -> None:
     attention, hidden, channels = model.layer.self_attn, model.config.hidden_size, slow_channels(model)
     dim, groups, number = attention.head_dim, attention.groups, num_induction_heads(model)
     found, said = alike.solved(), main_directions(copied.solved()[0], copied.input_products)
-    first = attention.k_proj.out_features // dim - number
+    first = attention.kv_heads - number
     for i in range(number):
         # Every head gets its share of the good directions.
         mine = slice(i, number * len(channels), number)
@@ -70,25 +70,23 @@ def start_induction_heads(model: EagleModel, places: Iterable[Places]) -> None:
         attention.k_proj.weight[at : at + dim, :hidden] = 0.0
         for group in range(groups):  # queries of one key differ in how sure they must be
             row = ((first + i) * groups + group) * dim
-            _lay(attention.q_proj.weight[row : row + dim], queries * 0.5**group, channels)
+            share_of_score = _LEAST_SURE ** (group / max(groups - 1, 1))
+            _lay(attention.q_proj.weight[row : row + dim], queries * share_of_score, channels)
         value = attention.v_proj.weight[at : at + dim]
         value.zero_()
         rows = said[i * dim : (i + 1) * dim]
         value[: len(rows), :hidden] = rows.to(value.dtype)
 
 
-def main_directions(weight: Float[Tensor, "out in"], input_products: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
-    """A linear map turned so that its outputs lie along their main directions, the largest first."""
-    outputs = weight @ input_products @ weight.T
-    return torch.linalg.eigh(outputs).eigenvectors.flip(-1).T @ weight
-
-
 def _weighed(pairs: Canonical, dim: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose product, divided by the root of the head's size, says how much likelier it is that both are of
-    one place: the logarithm of the ratio for normal variables, less where that would be surer than `_SCORE` on average.
+    """Queries and keys whose product, divided by the root of the head's size, grows with how likely both are of one place.
+
+    In the logarithm of the likelihood ratio of normal variables the product of a pair counts by
+    correlation / (1 - correlation²). Here it counts by the root of that, so that the few strongest do not decide alone;
+    and all count less where that would be surer than `_SCORE` on average.
     """
     correlations = pairs.correlations
-    weights = correlations / (1 - correlations.square()).clamp(min=1e-3)
+    weights = (correlations / (1 - correlations.square()).clamp(min=1e-3)).sqrt()
     weights *= dim**0.5 * _SCORE / (weights * correlations).sum().clamp(min=_SCORE)
     return pairs.left * weights.sqrt()[:, None], pairs.right * weights.sqrt()[:, None]
 

@@ -88,7 +88,8 @@ class Attention(nn.Module):
         assert config.head_dim is not None
         assert config.num_key_value_heads is not None
         self.head_dim, self.groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.kv_heads = config.num_key_value_heads
+        width, kv_width = config.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(input_size, width, bias=False)
         self.k_proj = nn.Linear(input_size, kv_width, bias=False)
         self.v_proj = nn.Linear(input_size, kv_width, bias=False)

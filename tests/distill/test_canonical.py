@@ -48,21 +48,29 @@ def test_both_sides_have_variance_one_and_pairs_correlate_with_each_other_alone(
     torch.testing.assert_close(across[:2, :2], found.correlations[:2].diag(), atol=0.05, rtol=0)
 
 
-def test_what_the_left_directions_give_is_zero_on_average():
+def test_what_the_directions_give_is_zero_on_average():
     """A mean ten times the spread, as embeddings and hidden states have in some channels."""
     x, y = pairs(mean=50.0)
-    left = x.double() @ solved(x, y).left.T
-    torch.testing.assert_close(left.mean(0), torch.zeros(4, dtype=torch.float64), atol=0.05, rtol=0)
+    found = solved(x, y)
+    for side, directions in ((x, found.left), (y, found.right)):
+        mean = (side.double() @ directions.T).mean(0)
+        torch.testing.assert_close(mean, torch.zeros(4, dtype=torch.float64), atol=0.05, rtol=0)
 
 
 def test_channels_that_never_vary_correlate_with_nothing():
     x, y = pairs()
-    x, y = torch.cat([x, torch.ones(len(x), 2)], 1), torch.cat([y, torch.zeros(len(y), 1)], 1)
+    x, y = torch.cat([x, torch.full((len(x), 2), 3.3)], 1), torch.cat([y, torch.full((len(y), 1), -1234.5)], 1)
     found = solved(x, y)
     assert torch.isfinite(found.left).all()
     assert torch.isfinite(found.right).all()
     assert found.correlations[0] == pytest.approx(0.9, abs=0.05)
     assert found.correlations[-1] < 0.1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_handful_of_pairs_gives_directions_all_the_same(count):
+    x, y = pairs(count)
+    assert all(bool(torch.isfinite(part).all()) for part in solved(x + 100.0, y, parts=1))
 
 
 def test_nothing_seen_is_an_error():

@@ -13,6 +13,7 @@ from draftsmith.distill.batch import distill_batch
 from draftsmith.eval.alpha import Answer, teacher_forced
 from draftsmith.heads.eagle import eagle_in_training, feature_layers
 from draftsmith.heads.eagle_drafter import Eagle
+from draftsmith.heads.eagle_induction import num_induction_heads
 from draftsmith.heads.eagle_unroll import find_anchors, unroll
 from draftsmith.heads.features import TargetFeatures
 from draftsmith.models.target import as_target
@@ -183,11 +184,12 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_start_is_solved_for(version, tiny_llama):
+@pytest.mark.parametrize(("version", "key_value_heads"), [(1, None), (3, None), (3, 4)])
+def test_the_start_is_solved_for(version, key_value_heads, tiny_llama):
     """Every channel that `fc` reads has a size of 1, and the drafter's outputs explain as much as is said."""
     target = as_target(tiny_llama(layers=3, vocab_size=16, hidden=128))  # keys so wide that entries can be told apart
-    made = training(target, version)
+    made = training(target, version, num_key_value_heads=key_value_heads)
+    assert num_induction_heads(made.drafter.model) == (1 if key_value_heads == 4 else 0)
     texts = [torch.randint(16, (24,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(40)]
     explained = made.objective.fit([packed((text, 2)) for text in texts])
     model, ids = made.drafter.model, torch.tensor(texts)
