@@ -112,7 +112,8 @@ class EagleDrafter(Section):
     layers: list[int] | None = Field(default=None, min_length=1)
     vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
     intermediate_size: int | None = Field(default=None, ge=1)  # of the layer's MLP; None: the target's
-    num_key_value_heads: int | None = Field(default=None, ge=1)  # None: the target's
+    # None: the target's; "all": one for every attention head
+    num_key_value_heads: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
     train_output: bool = True  # the output head too, which starts as the target's (version 1 has none of its own)
     unroll: int | None = Field(default=None, ge=1)  # steps on its own outputs in training; None: 1 (version 1), 5 (3)
     step_decay: float = Field(default=0.8, gt=0, le=1)  # step j's loss weighs this to the power of j

@@ -12,7 +12,7 @@ the feature. Position 0 has no feature before it and hence no entry.
 Tensors are named, shaped and ordered (embedding first) as in published checkpoints of either version.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,21 +35,25 @@ _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def eagle_config(
-    target_config: Any, intermediate_size: int | None = None, num_key_value_heads: int | None = None
+    target_config: Any,
+    intermediate_size: int | None = None,
+    num_key_value_heads: int | Literal["all"] | None = None,
 ) -> LlamaConfig:
     """One Llama layer in the target's dimensions: hidden size, heads, key-value heads, RoPE, norm.
 
     Families that differ from Llama elsewhere (biases, norms of queries and keys, learned positions) get a plain Llama
     layer. Sizes come from the configuration, never from weights, which a sharded target does not hold.
+    `num_key_value_heads`: None: the target's; ``"all"``: one for every attention head.
 
     Raises:
         BadInput: a number of key-value heads that does not divide the target's attention heads.
     """
     text = target_config.get_text_config(decoder=True)
     hidden, heads = text.hidden_size, text.num_attention_heads
-    if num_key_value_heads is not None and heads % num_key_value_heads:
+    key_value_heads = heads if num_key_value_heads == "all" else num_key_value_heads
+    if key_value_heads is not None and heads % key_value_heads:
         raise BadInput(
-            f"drafter.num_key_value_heads: {num_key_value_heads} does not divide the target's {heads} attention heads"
+            f"drafter.num_key_value_heads: {key_value_heads} does not divide the target's {heads} attention heads"
         )
     inner = intermediate_size or getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None)
     config = LlamaConfig(
@@ -58,7 +62,7 @@ def eagle_config(
         intermediate_size=inner or 4 * hidden,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=num_key_value_heads or getattr(text, "num_key_value_heads", None) or heads,
+        num_key_value_heads=key_value_heads or getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or hidden // heads,
         max_position_embeddings=text.max_position_embeddings,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
