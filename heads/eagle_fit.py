@@ -39,12 +39,9 @@ def fit_start(
     features: Features,
     embed: Callable[[Tensor], Tensor],
     batches: Iterable[DistillBatch],
-    max_labels: int | None = None,
 ) -> float:
-    """Solve for the start on the first labels of `batches`; `last` is the number of the last hidden states.
-
-    `max_labels`: about how many at most; None: some thousand, and more of wide targets, whose hidden states have as many
-    more unknowns.
+    """Solve for the start on the first labels of `batches`, some thousand, and more of wide targets, whose hidden states have
+    as many more unknowns; `last` is the number of the last hidden states.
 
     Also set are ``scale``, which brings every channel that ``fc`` reads to a root mean square of 1 (they differ by factors
     of a hundred, and the small ones would be learned last), and version 3's norm, which gives what the output head reads
@@ -54,7 +51,7 @@ def fit_start(
     """
     torch.nn.init.zeros_(model.layer.mlp.down_proj.weight)  # type: ignore[arg-type]
     torch.nn.init.zeros_(model.layer.self_attn.o_proj.weight)
-    taken = list(_first_labels(batches, max_labels or max(24576, 16 * model.config.hidden_size)))
+    taken = list(_first_labels(batches, max(24576, 16 * model.config.hidden_size)))
     if not taken:
         return 0.0
     read = _Read(features, embed, layers, last)

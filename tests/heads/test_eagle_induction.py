@@ -43,9 +43,8 @@ def texts(count, length=2 * PERIOD, seed=0):
 def fitted(tiny_llama, key_value_heads, **options):
     training = made(target_of(tiny_llama), key_value_heads, **options)
     rows = [Encoded(row.tolist(), [False] * 2 + [True] * (len(row) - 2)) for row in texts(60)]
-    pairs = [
-        pack(rows[i : i + 2], 4 * PERIOD) for i in range(0, len(rows), 2)
-    ]  # texts side by side see only themselves
+    # Two texts a row: they see only themselves.
+    pairs = [pack(rows[i : i + 2], 4 * PERIOD) for i in range(0, len(rows), 2)]
     training.objective.fit([distill_batch(pair, torch.device("cpu")) for pair in pairs])
     return training.drafter
 
