@@ -226,7 +226,8 @@ class EagleModel(nn.Module):
         return features, torch.cat([self.layer.input_layernorm(embedded), self.layer.hidden_norm(features)], -1)
 
     def _fc(self, parts: list[Tensor]) -> Tensor:
-        return self.fc(torch.cat(parts, -1) * self.scale)
+        # DeepSpeed casts parameters alone: in bf16 it leaves `scale` wider than they are.
+        return self.fc((torch.cat(parts, -1) * self.scale).to(self.dtype))
 
     def rotation(self, positions: Int[Tensor, "batch n"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines for `positions`."""

@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.train.logs import read_metrics
 from draftsmith.train.run import train
 
+RUNS_IN_A_ROW = Path(__file__).with_name("runs_in_a_row.py")
 ANSWERED = {"responses": "target", "max_new_tokens": 12}
 EAGLE_3 = {"kind": "eagle", "version": 3, "unroll": 2}
 HYDRA_PREFIX = {"kind": "hydra", "num_heads": 2, "prefix_attention": True}
@@ -35,24 +40,28 @@ CASES = {
 }
 
 
+def recipe_of(chat_folder, folder, drafter, data, steps=10, target_dtype="float32", **engine):
+    return {
+        "target": {"model": str(chat_folder / "model"), "dtype": target_dtype},
+        "drafter": drafter,
+        "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64, **data},
+        "optimizer": {"learning_rate": 1e-2},
+        "engine": {"steps": steps, "tokens_per_step": 512, "checkpoint_every": 5, **engine},
+        "evaluate": {
+            "prompts": str(chat_folder / "prompts.jsonl"),
+            "every": 5,
+            "max_new_tokens": 10,
+            "sampling": {"temperature": 0},
+        },
+        "output": str(folder),
+    }
+
+
 @pytest.fixture
 def start(chat_folder, tmp_path, toy):
-    def begin(drafter, data, name="run", steps=10, resume=False, **engine):
-        recipe = {
-            "target": {"model": str(chat_folder / "model"), "dtype": "float32"},
-            "drafter": drafter,
-            "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64, **data},
-            "optimizer": {"learning_rate": 1e-2},
-            "engine": {"steps": steps, "tokens_per_step": 512, "checkpoint_every": 5, **engine},
-            "evaluate": {
-                "prompts": str(chat_folder / "prompts.jsonl"),
-                "every": 5,
-                "max_new_tokens": 10,
-                "sampling": {"temperature": 0},
-            },
-            "output": str(tmp_path / name),
-        }
+    def begin(drafter, data, name="run", resume=False, **asked):
         toy.reset()
+        recipe = recipe_of(chat_folder, tmp_path / name, drafter, data, **asked)
         train(Recipe.model_validate(recipe), resume=resume, command=["draftsmith", "train", "x"])
         return tmp_path / name
 
@@ -169,3 +178,43 @@ def test_a_tree_is_chosen_from_the_accuracies_in_the_checkpoint(start, chat_fold
     (run,) = (run for run in report["runs"] if run["name"] == "drafter")
     assert run["identical_to_target"] == [4, 4]
     assert 1 <= len(run["per_position_acceptance"]) <= 2, "two heads, though five tokens were asked for"
+
+
+IN_TWO_PROCESSES = ("medusa own", "hydra prefix", "eagle", "eagle 3", "medusa2", "blockwise and a layer")
+BEYOND_HEADS = {
+    "early exit": ({"kind": "early_exit", "exit_layer": 1}, {"cache": "none"}),
+    "lookahead tokens": ({"kind": "lookahead_tokens", "num_tokens": 2}, {"cache": "none"}),
+}
+ZERO_2 = {"deepspeed": {"zero_optimization": {"stage": 2}}, "precision": "bf16", "target_dtype": "bfloat16"}
+ENGINES = {"DDP, ZeRO stage none": {}, "DeepSpeed, ZeRO stage 2": ZERO_2}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_kind_trains_in_two_processes(engine, chat_folder, tmp_path):
+    """DeepSpeed in bf16 casts parameters and leaves buffers: what meets them must be of their type all the same."""
+    cases = {case: CASES[case] for case in IN_TWO_PROCESSES} | BEYOND_HEADS
+    recipes = [
+        recipe_of(chat_folder, tmp_path / case, drafter, data, **ENGINES[engine])
+        for case, (drafter, data) in cases.items()
+    ]
+    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node=2", str(RUNS_IN_A_ROW), str(tmp_path / "recipes.json")],
+        env=outside | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]
+    assert done.returncode == 0, done.stdout[-1000:] + "\n".join(told or done.stderr.splitlines()[-40:])
+    assert done.stdout.count(f"engine: {engine}, world size 2 over gloo, cpu") == len(recipes)
+    for recipe in recipes:
+        folder = Path(recipe["output"])
+        curve = records(folder, "train")
+        assert len(curve) == 10
+        if folder.name in CASES:  # the others have no start that is solved for: ten steps show little
+            assert curve[-1]["loss"] < max(0.95 * curve[0]["loss"], 0.2), folder.name
+        assert 0 <= records(folder, "evaluation")[-1]["alpha"] <= 1
+        assert (folder / "final" / "model.safetensors").exists()
