@@ -74,17 +74,24 @@ def _check_positions(recipe: Recipe, target: Target, built: Trainable) -> None:
 
 
 def check_dtype(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises BadInput where an optimizer would step in a 16-bit type: only DeepSpeed keeps copies in float32 beside it."""
+    """Raises BadInput where layers of the target would be trained in a type that an optimizer cannot step in, or in another
+    than the target's other layers are in: DeepSpeed in bf16 casts them, and keeps copies in float32 beside them.
+    """
     drafter = recipe.drafter
-    if dtype == torch.float32 or not isinstance(drafter, BlockwiseDrafter) or not drafter.train_layers:
+    if not isinstance(drafter, BlockwiseDrafter) or not drafter.train_layers:
         return
-    precision = resolve_precision(recipe.engine.precision, device)
-    if dtype == torch.bfloat16 and recipe.engine.deepspeed is not None and precision == "bf16":
-        return
-    raise BadInput(
-        f"drafter.train_layers: the target is in {str(dtype).removeprefix('torch.')}, too coarse for an optimizer's small "
-        "steps: set target.dtype to float32 (engine.precision may be bf16)"
-    )
+    cast = recipe.engine.deepspeed is not None and resolve_precision(recipe.engine.precision, device) == "bf16"
+    found = str(dtype).removeprefix("torch.")
+    if cast and dtype != torch.bfloat16:
+        raise BadInput(
+            f"drafter.train_layers: DeepSpeed would train these layers in bfloat16, and the target's others are in {found}: "
+            "set target.dtype to bfloat16, or engine.precision to fp32"
+        )
+    if not cast and dtype != torch.float32:
+        raise BadInput(
+            f"drafter.train_layers: the target is in {found}, too coarse for an optimizer's small steps: set target.dtype "
+            "to float32 (without DeepSpeed engine.precision may be bf16)"
+        )
 
 
 class Built(NamedTuple):
