@@ -15,7 +15,8 @@ class DrafterInit(Section):
     num_layers: int | None = Field(default=None, ge=1)  # this many, chosen by measured block influence (2403.03853)
     config: FreeMapping | None = None  # the target's config with these keys changed, weights from scratch
     embeddings: Literal["copy", "project", "random"] = "copy"  # for `config`: what becomes of the target's embeddings
-    fit_head: bool = True  # of layers: a head of its own (untied, or a cut vocabulary) is fitted first
+    # fit a head of its own (untied, or a cut vocabulary) first; None: yes, of layers, not of weights from scratch
+    fit_head: bool | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "DrafterInit":
@@ -23,6 +24,8 @@ class DrafterInit(Section):
             raise ValueError("give exactly one of layers, num_layers, config")
         if self.config is None and self.embeddings != "copy":
             raise ValueError("embeddings is for config: layers of the target keep its embeddings")
+        if self.config is not None and self.fit_head:
+            raise ValueError("fit_head is for layers and num_layers: weights from scratch say nothing to fit a head to")
         return self
 
 

@@ -162,6 +162,8 @@ WRONG_TYPES = {
     "objective.loss={jsd: []}": "objective.loss.jsd: got [], expected a number or a mapping",
     "engine.deepspeed=[]": "engine.deepspeed: got [], expected a mapping",
     "drafter.init={num_layers: 2, layers: [0]}": "drafter.init: give exactly one of layers, num_layers, config",
+    "drafter.init={config: {num_hidden_layers: 2}, fit_head: true}": "drafter.init: fit_head is for layers and num_layers: "
+    "weights from scratch say nothing to fit a head to",
     "data.max_prompt_length=1024": "data: max_prompt_length must be below max_length, which counts the answer too",
 }
 
