@@ -32,7 +32,8 @@ RANKS = 10  # most likely tokens of a head whose accuracy is measured
 _MEASURE_EVERY = 32  # steps: accuracies are over the target's full vocabulary
 _MEASURED_LABELS = 512  # of a training batch, at most
 _ROWS_AT_ONCE = 256
-_MOST_COUNTED = 20_000  # labels that accuracies are remembered over: what heads did long ago should fade
+# What heads are worth at last is told by the end of the training alone: this share of it, measured so often.
+_LAST_SHARE, _LAST_MEASURES = 0.25, 16
 
 
 class HeadsObjective(nn.Module):
@@ -76,8 +77,12 @@ class HeadsObjective(nn.Module):
         """Whole steps are measured, every so many and the last: on all ranks alike, resumed or not. Heads may train alone
         first.
         """
-        self._measures = step % _MEASURE_EVERY == 0 or step + 1 == total_steps
-        if step == 0:  # what passes before the training have shown is none of it
+        last_part = int((1 - _LAST_SHARE) * total_steps)
+        every = _MEASURE_EVERY
+        if step >= last_part:
+            every = max(1, min(every, (total_steps - last_part) // _LAST_MEASURES))
+        self._measures = step % every == 0 or step + 1 == total_steps
+        if step in (0, last_part):  # what passes before the training have shown is none of it
             self.rank_hits.zero_()
             self.rank_counts.zero_()
         if self.adapted is not None:
@@ -89,7 +94,9 @@ class HeadsObjective(nn.Module):
 
     @property
     def accuracies(self) -> list[list[float]] | None:
-        """``[head][rank]``: how often that head's rank-th most likely token is the target's, as measured lately."""
+        """``[head][rank]``: how often that head's rank-th most likely token is the target's, as measured since the last
+        quarter of the training began (before that: since its first step).
+        """
         counts = self.rank_counts.tolist()
         if not all(counts):
             return None
@@ -213,7 +220,8 @@ class HeadsObjective(nn.Module):
         right, guessed, ranks, alpha = self._ranked(batch, target_hidden, prepared, most)
         counts = guessed.sum(0)
         if self.training:
-            self._remember(ranks, counts)
+            self.rank_hits += ranks
+            self.rank_counts += counts
         metrics: Metrics = {"alpha": (alpha, counts[0])}
         for head, (hits, count) in enumerate(zip(ranks, counts, strict=True)):
             metrics[f"heads/{head}/top1"] = (hits[0], count)
@@ -252,11 +260,6 @@ class HeadsObjective(nn.Module):
                     scores = outputs.spread(logits.float(), -torch.inf)
                     alpha += torch.minimum(self._served(scores), self._served(head(target_hidden[label]))).sum()
         return right, guessed, ranks, alpha
-
-    def _remember(self, ranks: Int[Tensor, "heads ranks"], counts: Int[Tensor, "heads"]) -> None:
-        full = int(self.rank_counts[0]) > _MOST_COUNTED
-        for kept, new in ((self.rank_hits, ranks), (self.rank_counts, counts)):
-            kept.copy_((kept // 2 if full else kept) + new)
 
     def _seen(self, batch: DistillBatch, sources: Int[Tensor, "n"], head: int) -> Int[Tensor, "n seen"]:
         """The newest emitted token and the `head` tokens after it, for hidden states at the predictors of `sources`."""

@@ -240,8 +240,8 @@ def _budget(
 
         def passes() -> None:
             for step, batches in enumerate(timed_steps):
-                if staged is not None:
-                    staged.begin_step(100 * step + 50, 100 * number)
+                if staged is not None:  # as one of those between the steps that are measured
+                    staged.begin_step(100 * step + 51, 100 * number)
                 for batch in batches:
                     objective(batch).loss_sum.backward()
                 objective.zero_grad(set_to_none=True)
