@@ -107,7 +107,7 @@ class EagleObjective(nn.Module):
         else:
             with torch.no_grad():  # steps that are not trained yet, but measured
                 for one in unrolled:
-                    meter.add(one, self.model)
+                    meter.add(one, self.model, self._divergence([one], [1.0], last, batch.input_ids, label_weights))
         return LossSums(total, batch.supervised, {} if meter is None else meter.metrics())
 
     def _divergence(
@@ -148,7 +148,9 @@ class EagleObjective(nn.Module):
 
 
 class Meter:
-    """Per step: how often the drafter's most likely token, or one of its five, is the target's own most likely one."""
+    """Per step: the loss, and how often the drafter's most likely token, or one of its five, is the target's own most likely
+    one.
+    """
 
     def __init__(self, teacher: Teacher, last: Float[Tensor, "positions hidden"], anchors: Anchors):
         positions = last.shape[0]
@@ -162,8 +164,8 @@ class Meter:
         self.drafts = float((anchors.steps > 0).sum())
 
     @torch.no_grad()
-    def add(self, one: Unrolled, model: EagleModel, loss: LossSum | None = None) -> None:
-        """Take in a step, with its loss where alpha was measured along."""
+    def add(self, one: Unrolled, model: EagleModel, loss: LossSum) -> None:
+        """Take in a step with its loss, the first one with its alpha."""
         if one.step == 0:
             hidden = self.last[one.predictors].to(self.teacher.target.dtype)
             self.best[one.predictors] = torch.cat(
@@ -175,9 +177,10 @@ class Meter:
         self.right[one.anchors] &= hits[:, 0]
         self.emitted += self.right[one.anchors].sum()
         labels = float(len(hits))
+        self.found[f"heads/{one.step}/loss"] = (loss.sum.detach(), loss.count)
         self.found[f"heads/{one.step}/top1"] = (hits[:, 0].sum(), labels)
         self.found[f"heads/{one.step}/top5"] = (hits.any(-1).sum(), labels)
-        if loss is not None and loss.alpha_sum is not None:
+        if loss.alpha_sum is not None:
             self.found["alpha"] = (loss.alpha_sum, loss.positions)
 
     def metrics(self) -> dict[str, tuple[Tensor | float, Tensor | float]]:

@@ -90,6 +90,7 @@ class LookaheadObjective(nn.Module):
             if measure:
                 hits = self._hits(own.detach(), last[predictors])
                 right[rows, i] = hits[:, 0]
+                metrics[f"heads/{i}/loss"] = (loss.sum.detach(), loss.count)
                 metrics[f"heads/{i}/top1"] = (hits[:, 0].sum(), len(hits))
                 metrics[f"heads/{i}/top5"] = (hits.any(-1).sum(), len(hits))
             if loss.alpha_sum is not None:
