@@ -77,11 +77,11 @@ def parameter_lines(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = N
 def count_parameters(recipe: Recipe, config: PreTrainedConfig, tokenizer: Any = None) -> Parameters:
     """Parameters of target and drafter, counted on the meta device, where tensors have shapes and no contents."""
     target = on_meta(recipe.target.model, config, tokenizer)
+    total = sum(parameter.numel() for parameter in target.model.parameters())  # some kinds add to it
     built = build_without_contents(recipe, target)
     objective = built.trainable.objective
     trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     own = sum(parameter.numel() for parameter in objective.parameters())
-    total = sum(parameter.numel() for parameter in target.model.parameters())
     return Parameters(total, own, trained, built.num_scored)
 
 
