@@ -26,6 +26,13 @@ def can_be_fitted(heads: DraftHeads) -> bool:
     return isinstance(heads.trunk, HydraTrunk) or heads.outputs.projection == "own"
 
 
+def widest_map(heads: DraftHeads) -> int:
+    """Inputs of the widest linear map that :func:`fit_heads` solves for: Hydra's last head reads all tokens before it."""
+    if isinstance(heads.trunk, HydraTrunk):
+        return heads.trunk.linear(heads.num_heads - 1).in_features
+    return heads.outputs.draft_head(0).weight.shape[1]
+
+
 @torch.no_grad()
 def fit_heads(heads: DraftHeads, examples: Iterable[Examples]) -> float:
     """Solve by ridge regression: what the target's projection reads there is what a head's projection should. Hydra's maps

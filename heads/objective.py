@@ -21,7 +21,7 @@ from ..models.head import split
 from ..models.target import Target
 from .adapted import AdaptedTarget
 from .features import TargetFeatures
-from .heads_fit import Examples, can_be_fitted, fit_heads
+from .heads_fit import Examples, can_be_fitted, fit_heads, widest_map
 from .prefix import PrefixAttention
 from .repeated_target import RepeatedTarget
 from .trunk import DraftHeads
@@ -32,6 +32,7 @@ RANKS = 10  # most likely tokens of a head whose accuracy is measured
 _MEASURE_EVERY = 32  # steps: accuracies are over the target's full vocabulary
 _MEASURED_LABELS = 512  # of a training batch, at most
 _ROWS_AT_ONCE = 256
+_FITTED_LABELS, _LABELS_AN_INPUT = 32768, 4  # that linear maps are solved for on, at most
 # What heads are worth at last is told by the end of the training alone: this share of it, measured so often.
 _LAST_SHARE, _LAST_MEASURES = 0.25, 16
 
@@ -161,12 +162,13 @@ class HeadsObjective(nn.Module):
         """Whether :meth:`fit` has anything to solve for."""
         return can_be_fitted(self.heads)
 
-    def fit(self, batches: Iterable[DistillBatch], max_labels: int = 32768) -> float:
-        """Solve for a linear map of every head. Some thousand labels do.
+    def fit(self, batches: Iterable[DistillBatch]) -> float:
+        """Solve for a linear map of every head, on some thousand labels, and several for each of what the widest one reads.
 
         Returns the share of the variance of the hidden states that head 0's map explains.
         """
-        return fit_heads(self.heads, self._examples(batches, max_labels))
+        most = max(_FITTED_LABELS, _LABELS_AN_INPUT * widest_map(self.heads))
+        return fit_heads(self.heads, self._examples(batches, most))
 
     def _examples(self, batches: Iterable[DistillBatch], max_labels: int) -> Iterator[Examples]:
         labels = 0
