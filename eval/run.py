@@ -137,8 +137,12 @@ def _contestant(
     drafter: Any = load_served(source, target, options.drafter_dtype)
     num_passes = getattr(drafter, "num_passes", None)
     shape = None if options.tree == "auto" else as_tree(options.tree)
-    if not hasattr(drafter, "set_dynamic_tree" if isinstance(shape, DynamicTree) else "set_tree"):
-        shape = None  # it drafts chains only
+    if shape is not None and not hasattr(drafter, "set_dynamic_tree" if isinstance(shape, DynamicTree) else "set_tree"):
+        can = "no trees by its confidence" if isinstance(shape, DynamicTree) else "chains only"
+        if name != "baseline":
+            raise BadInput(f"--tree {options.tree}: {source} drafts {can}")
+        say(f"{source} drafts {can}: beside the tree it is measured with chains")
+        shape = None
     fixed = shape.depth if isinstance(shape, TreeLayout) else options.num_speculative_tokens
     depth = fixed if isinstance(fixed, int) else None
     record = RunRecord(

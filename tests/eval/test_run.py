@@ -217,6 +217,14 @@ def test_a_baseline_drafts_what_it_can_beside_a_tree(tree, run):
     assert baseline["drafted"] > 0
 
 
+@pytest.mark.parametrize(
+    ("tree", "can"), [([2, 1], "chains only"), ("dynamic:num_nodes=5,width=2", "no trees by its confidence")]
+)
+def test_a_tree_for_a_drafter_without_branches_is_refused(tree, can, run):
+    with pytest.raises(BadInput, match=rf"--tree .*: prompt_lookup drafts {can}"):
+        run(drafter="prompt_lookup", tree=tree, num_speculative_tokens=2)
+
+
 def test_a_chain_is_as_long_as_the_drafter_made_it(run, monkeypatch):
     inside = measure.speculative_generate
 
