@@ -65,9 +65,20 @@ class HeadsSection(Section):
     # of each head: the target's own projection (frozen), one of its own (starts as the target's), the target's with a
     # trained low-rank update
     output: Literal["shared", "own", "low_rank"] = "shared"
-    output_rank: int = Field(default=64, ge=1)  # for `low_rank`
+    output_rank: int | None = Field(default=None, ge=1)  # of `low_rank`; None: 64
     vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
     head_decay: float = Field(default=0.8, gt=0, le=1)  # head k's loss weighs this to the power of k
+
+    @property
+    def rank(self) -> int:
+        """Of a low-rank update."""
+        return self.output_rank or 64
+
+    @model_validator(mode="after")
+    def _rank_of_an_update(self) -> "HeadsSection":
+        if self.output_rank is not None and self.output != "low_rank":
+            raise ValueError(f"output_rank is for output low_rank, and output is {self.output}")
+        return self
 
 
 class MedusaDrafter(HeadsSection):
@@ -94,8 +105,27 @@ class BlockwiseDrafter(HeadsSection):
     kind: Literal["blockwise"] = "blockwise"
     inner_size: int | None = Field(default=None, ge=1)  # a head's share of the hidden layer; None: the hidden size
     train_layers: int = Field(default=0, ge=0)  # the target's last layers to fine-tune too: the target is changed
-    target_learning_rate: float = Field(default=0.1, gt=0)  # of these layers, as a share of the heads'
-    target_weight: float = Field(default=2.0, ge=0)  # of KL(original target || changed target) beside the heads' loss
+    # of these layers, as a share of the heads'; None: 0.1
+    target_learning_rate: float | None = Field(default=None, gt=0)
+    # of KL(original target || changed target) beside the heads' loss; None: 2
+    target_weight: float | None = Field(default=None, ge=0)
+
+    @property
+    def share_for_target(self) -> float:
+        """Of the learning rate, for the target's layers."""
+        return 0.1 if self.target_learning_rate is None else self.target_learning_rate
+
+    @property
+    def weight_for_target(self) -> float:
+        """Of what holds the target where it was."""
+        return 2.0 if self.target_weight is None else self.target_weight
+
+    @model_validator(mode="after")
+    def _of_trained_layers(self) -> "BlockwiseDrafter":
+        for key in ("target_learning_rate", "target_weight"):
+            if getattr(self, key) is not None and not self.train_layers:
+                raise ValueError(f"{key} is of the target's layers that are trained too, and train_layers is 0")
+        return self
 
 
 class HydraDrafter(HeadsSection):
@@ -156,6 +186,12 @@ class EarlyExitDrafter(Section):
     intermediate_size: int | None = Field(default=None, ge=1)  # of a block's MLP; None: the target's
     vocabulary: int | None = Field(default=None, ge=1)  # score only this many ids, the most frequent in the answers
 
+    @model_validator(mode="after")
+    def _of_its_adapter(self) -> "EarlyExitDrafter":
+        if self.intermediate_size is not None and self.adapter != "block":
+            raise ValueError(f"intermediate_size is of a block's MLP, and adapter is {self.adapter}")
+        return self
+
 
 class DraftExitSection(Section):
     """Where drafting stops: after a token less probable than a threshold that follows acceptance (2309.08168, 3.3)."""
@@ -171,7 +207,7 @@ class LayerSkipDrafter(Section):
     """The target without some attention and MLP blocks, found by a search: nothing is trained (2309.08168)."""
 
     kind: Literal["layer_skip"] = "layer_skip"
-    num_speculative_tokens: int = Field(default=6, ge=1)  # draft tokens a step, at most
+    num_speculative_tokens: int = Field(default=6, ge=1)  # draft tokens a step that the search reckons with, at most
     draft_exit: DraftExitSection | None = DraftExitSection()  # null: chains as long as asked for
     calibration_tokens: int = Field(default=1024, ge=1)  # answer tokens that every set of blocks is weighed on
     finalists: int = Field(default=3, ge=1)  # sets that decode at the end, of which the fastest is taken

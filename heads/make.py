@@ -51,7 +51,7 @@ def make_heads(config: HeadsConfig, target: Target, kept_ids: Int[Tensor, "kept"
             trunk = HydraTrunk(target, number, config.num_layers)
             if config.prefix_attention:
                 prefix = PrefixAttention(eagle_config(target.model.config))
-    outputs = HeadOutputs(target, number, config.output, config.output_rank, kept_ids)
+    outputs = HeadOutputs(target, number, config.output, config.rank, kept_ids)
     return DraftHeads(trunk, outputs, number, prefix).to(target.device)
 
 
@@ -73,8 +73,8 @@ def heads_in_training(
             adapted = with_adapter(target, config.lora, config.lora_learning_rate, config.heads_first)
             weight = config.target_weight
         case BlockwiseDrafter() if config.train_layers:
-            adapted = with_trained_layers(target, config.train_layers, config.target_learning_rate)
-            weight = config.target_weight
+            adapted = with_trained_layers(target, config.train_layers, config.share_for_target)
+            weight = config.weight_for_target
         case _:
             pass
     trained = HeadsObjective(
@@ -98,7 +98,9 @@ def save_heads(config: HeadsConfig, made: HeadsInTraining, target: Target, folde
         tensors |= {"d2t": d2t(outputs.kept_ids), "t2d": t2d(outputs.kept_ids, target.vocab_size)}
     known: dict[str, Any] = {"model_type": config.kind, "hidden_size": target.hidden_size}
     if isinstance(config, MedusaDrafter | Medusa2Drafter):
-        known = medusa_config(target.hidden_size, target.vocab_size, config.num_heads, config.num_layers)
+        known = medusa_config(
+            target.hidden_size, target.vocab_size, config.num_heads, config.num_layers, outputs.num_scored
+        )
     known |= {"draft_heads": config.model_dump(mode="json"), "accuracies": made.objective.accuracies}
     if adapted is not None:
         known["target_changed"] = adapted.change.happened()

@@ -40,9 +40,14 @@ class MedusaTrunk(nn.Module):
         return self.blocks[head](prepared)
 
 
-def medusa_config(hidden_size: int, vocab_size: int, num_heads: int, num_layers: int) -> dict[str, object]:
-    """The configuration that serving engines know Medusa heads by."""
-    return {
+def medusa_config(
+    hidden_size: int, vocab_size: int, num_heads: int, num_layers: int, num_scored: int
+) -> dict[str, object]:
+    """The configuration that serving engines know Medusa heads by. `num_scored`: rows of an output projection, fewer than
+    `vocab_size` where the vocabulary is cut.
+    """
+    cut = {"truncated_vocab_size": num_scored} if num_scored < vocab_size else {}
+    return cut | {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "hidden_size": hidden_size,

@@ -164,6 +164,11 @@ WRONG_TYPES = {
     "drafter.init={num_layers: 2, layers: [0]}": "drafter.init: give exactly one of layers, num_layers, config",
     "drafter.init={config: {num_hidden_layers: 2}, fit_head: true}": "drafter.init: fit_head is for layers and num_layers: "
     "weights from scratch say nothing to fit a head to",
+    "drafter={kind: hydra, output_rank: 8}": "drafter: output_rank is for output low_rank, and output is shared",
+    "drafter={kind: blockwise, target_weight: 1.0}": "drafter: target_weight is of the target's layers that are trained too, "
+    "and train_layers is 0",
+    "drafter={kind: early_exit, exit_layer: 2, adapter: attention, intermediate_size: 8}": "drafter: intermediate_size is of "
+    "a block's MLP, and adapter is attention",
     "data.max_prompt_length=1024": "data: max_prompt_length must be below max_length, which counts the answer too",
 }
 

@@ -171,7 +171,12 @@ def _head_fit(recipe: Recipe, built: Trainable) -> Callable[[Iterable[DistillBat
     """Of a cut draft model's own head."""
     init = recipe.drafter.init if isinstance(recipe.drafter, ModelDrafter) else None
     objective = built.objective
-    if init is None or init.fit_head is False or init.config is not None or not isinstance(objective, DraftModelObjective):
+    if (
+        init is None
+        or init.fit_head is False
+        or init.config is not None
+        or not isinstance(objective, DraftModelObjective)
+    ):
         return None
     return partial(fit_head, objective.lm, objective.teacher) if has_own_head(objective.lm) else None
 

@@ -217,7 +217,12 @@ def test_with_cached_last_states_only_the_first_layers_run(family, request):
 @pytest.mark.parametrize("adapter", ["none", "block"])
 def test_a_saved_exit_comes_back(dtype, adapter, tiny_llama, tmp_path):
     target = as_target(tiny_llama(layers=4, seed=1).to(dtype))
-    drafter = exit_of(target.model, adapter, kept_ids=torch.arange(0, 64, 2), intermediate_size=40)
+    drafter = exit_of(
+        target.model,
+        adapter,
+        kept_ids=torch.arange(0, 64, 2),
+        **({"intermediate_size": 40} if adapter == "block" else {}),
+    )
     drafter.head.to(dtype)
     save_exit(drafter.head, target, tmp_path / "exit")
     loaded = load_drafter(tmp_path / "exit", target)

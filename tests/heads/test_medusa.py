@@ -75,7 +75,8 @@ def test_only_what_can_be_solved_for_is_fitted(tiny_llama, lab):
 def test_the_loss_and_the_decoder_read_the_same_logits(output, tiny_llama, lab):
     """The projection that the chunked loss multiplies by, against the one that decoding uses."""
     made = lab.prepared(
-        MedusaDrafter(num_heads=2, output=output, output_rank=3, vocabulary=20), as_target(tiny_llama())
+        MedusaDrafter(num_heads=2, output=output, output_rank=3 if output == "low_rank" else None, vocabulary=20),
+        as_target(tiny_llama()),
     )
     with torch.no_grad():
         for parameter in made.objective.parameters():
@@ -107,6 +108,20 @@ def test_tensors_and_configuration_have_the_names_that_engines_read(tiny_llama, 
         "vocab_size": 64,
     }
     assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (2, 2, True)
+    assert "truncated_vocab_size" not in config
+
+
+def test_a_cut_vocabulary_is_in_the_configuration_and_its_ids_among_the_tensors(tiny_llama, lab, tmp_path):
+    target = as_target(tiny_llama())
+    section = MedusaDrafter(num_heads=2, output="own", vocabulary=20)
+    made = lab.prepared(section, target)
+    save_heads(section, made, target, tmp_path / "final")
+    tensors = load_file(tmp_path / "final/model.safetensors")
+    config = json.loads((tmp_path / "final/config.json").read_text())
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (64, 20)
+    assert tensors["lm_heads.1.weight"].shape == (20, 32)
+    assert (tensors["d2t"] + torch.arange(20)).tolist() == made.objective.heads.outputs.kept_ids.tolist()
+    assert tensors["t2d"].nonzero().flatten().tolist() == sorted(made.objective.heads.outputs.kept_ids.tolist())
 
 
 VICUNA_7B = LlamaConfig(

@@ -224,7 +224,9 @@ def test_layers_are_not_trained_in_a_16_bit_type(recipe, start):
     masters = {"precision": "bf16", "deepspeed": {"zero_optimization": {"stage": 2}}}
     check_dtype(recipe(drafter=layers, engine=masters), torch.bfloat16, torch.device("cpu"))
     check_dtype(recipe(drafter=layers, engine={"precision": "bf16"}), torch.float32, torch.device("cpu"))
-    with pytest.raises(BadInput, match=r"DeepSpeed would train these layers in bfloat16, .* set target\.dtype to bfloat16"):
+    with pytest.raises(
+        BadInput, match=r"DeepSpeed would train these layers in bfloat16, .* set target\.dtype to bfloat16"
+    ):
         check_dtype(recipe(drafter=layers, engine=masters), torch.float32, torch.device("cpu"))
     check_dtype(recipe(drafter={"kind": "medusa"}), torch.bfloat16, torch.device("cpu"))
 
