@@ -4,7 +4,7 @@ Every section is a pydantic model with ``extra="forbid"``: an unknown key is an 
 ``recipe_drafters.py``; reading a file, overrides and the one-line errors in ``recipe_io.py`` and ``recipe_errors.py``.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,7 @@ from .recipe_drafters import (
     Medusa2Drafter,
     MedusaDrafter,
     ModelDrafter,
+    kind_of,
     trains,
 )
 from .recipe_section import FreeMapping, Name, Section, read_numbers
@@ -68,7 +69,7 @@ class DataSection(Section):
 
     # "self": the target writes them; "shipped": ours; else files (.jsonl, .parquet, .txt) or `datasets` ids
     prompts: Name | Annotated[list[Name], Field(min_length=1)]
-    responses: Literal["given", "target"] = "given"
+    responses: Literal["given", "target"] = "given"  # of drafters that live on the target: "target" (`Recipe`)
     split: str = "train"  # for dataset ids
     limit: int | None = Field(default=None, ge=1)  # at most this many examples
     self_share: float = Field(default=0.5, gt=0, lt=1)  # of the prompts, while given ones last beside "self"
@@ -205,6 +206,16 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     output: Name  # folder of the run
     seed: int = Field(default=0, ge=0, lt=2**62)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _self_distillation(cls, given: Any) -> Any:
+        """What lives on the target learns what the target says, unless told otherwise."""
+        if not isinstance(given, dict) or not isinstance(data := given.get("data"), dict) or "responses" in data:
+            return given
+        if kind_of(given.get("drafter")) == "model":
+            return given
+        return {**given, "data": {**data, "responses": "target"}}
 
     @model_validator(mode="after")
     def _trials_are_no_epochs(self) -> "Recipe":

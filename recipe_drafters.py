@@ -224,7 +224,7 @@ class LookaheadTokensDrafter(Section):
     token_decay: float = Field(default=0.8, gt=0, le=1)  # the loss of embedding k weighs this to the power of k
 
 
-def _kind_of(section: Any) -> str:
+def kind_of(section: Any) -> str:
     """The tag of a drafter section: draft models need not name their kind."""
     return section.get("kind", "model") if isinstance(section, dict) else getattr(section, "kind", "model")
 
@@ -239,7 +239,7 @@ DrafterSection = Annotated[
     | Annotated[LayerSkipDrafter, Tag("layer_skip")]
     | Annotated[LookaheadTokensDrafter, Tag("lookahead_tokens")]
     | Annotated[EagleDrafter, Tag("eagle")],
-    Discriminator(_kind_of),
+    Discriminator(kind_of),
 ]
 
 

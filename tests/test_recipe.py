@@ -239,6 +239,15 @@ def test_every_mistake_gets_its_own_line(lines):
     ]
 
 
+def test_what_lives_on_the_target_learns_what_the_target_says_by_default(path):
+    def responses(*more):
+        return load_recipe(path, ["data={prompts: a.jsonl}", *more]).data.responses
+
+    assert responses() == "given"
+    assert responses("drafter={kind: medusa}") == "target"
+    assert responses("drafter={kind: medusa}", "data.responses=given") == "given"
+
+
 def test_prompts_without_answers_cannot_be_given(lines):
     (line,) = lines(TEXT, "data.prompts=[a.jsonl, self]", "data.responses=given")
     assert "'self' come without answers" in line

@@ -44,7 +44,7 @@ def recipe_of(chat_folder, folder, drafter, data, steps=10, target_dtype="float3
     return {
         "target": {"model": str(chat_folder / "model"), "dtype": target_dtype},
         "drafter": drafter,
-        "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64, **data},
+        "data": {"prompts": str(chat_folder / "chats.jsonl"), "responses": "given", "max_length": 64, **data},
         "optimizer": {"learning_rate": 1e-2},
         "engine": {"steps": steps, "tokens_per_step": 512, "checkpoint_every": 5, **engine},
         "evaluate": {

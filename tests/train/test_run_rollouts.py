@@ -38,7 +38,12 @@ def a_recipe(chat_folder, output, rollouts, drafter=ONE_LAYER, **sections):
     base = {
         "target": {"model": str(chat_folder / "model"), "dtype": "float32"},
         "drafter": drafter,
-        "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64, "generation_batch": 8},
+        "data": {
+            "prompts": str(chat_folder / "chats.jsonl"),
+            "responses": "given",
+            "max_length": 64,
+            "generation_batch": 8,
+        },
         "objective": {"rollouts": rollouts},
         "optimizer": {"learning_rate": 1e-2},
         "engine": {"steps": 8, "tokens_per_step": 400, "checkpoint_every": 3},

@@ -39,7 +39,7 @@ def a_recipe(drafter, data, folder, chat_folder, **engine):
         {
             "target": {"model": str(chat_folder / "model"), "dtype": "float32"},
             "drafter": drafter,
-            "data": {"prompts": str(chat_folder / "chats.jsonl"), "max_length": 64, **data},
+            "data": {"prompts": str(chat_folder / "chats.jsonl"), "responses": "given", "max_length": 64, **data},
             "optimizer": {"learning_rate": 1e-2},
             "engine": {"steps": 8, "tokens_per_step": 512, "checkpoint_every": 5, **engine},
             "evaluate": {
