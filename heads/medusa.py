@@ -46,7 +46,7 @@ def medusa_config(
     """The configuration that serving engines know Medusa heads by. `num_scored`: rows of an output projection, fewer than
     `vocab_size` where the vocabulary is cut.
     """
-    cut = {"truncated_vocab_size": num_scored} if num_scored < vocab_size else {}
+    cut: dict[str, object] = {"truncated_vocab_size": num_scored} if num_scored < vocab_size else {}
     return cut | {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
