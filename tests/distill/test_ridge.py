@@ -27,7 +27,7 @@ def test_inputs_of_all_sizes_are_solved_for_in_any_portions(pieces):
     torch.testing.assert_close(linear.weight * size, truth * size, rtol=0.02, atol=0.02)
     torch.testing.assert_close(linear.bias, torch.tensor([3.0, -1.0]), rtol=0.02, atol=0.02)
     missed = (y - linear(x)).square().sum()
-    assert explained == pytest.approx(1 - float(missed / (y - y.mean(0)).square().sum()), abs=1e-5)
+    assert explained == pytest.approx(1 - float(missed.detach() / (y - y.mean(0)).square().sum()), abs=1e-5)
     torch.testing.assert_close(fit.input_sizes.float(), size)
     torch.testing.assert_close(fit.output_sizes.float(), y.square().mean(0).sqrt())
 
