@@ -27,6 +27,21 @@ WITHOUT_TRAINING: dict[str, Options] = {
 }
 
 
+# By the kind of a tree: how a drafter that has such branches is given it, and what one drafts that has none.
+_TREES = {
+    TreeLayout: ("set_tree", "chains only: it takes no tree"),
+    DynamicTree: ("set_dynamic_tree", "no trees by its confidence"),
+}
+
+
+def lacks_branches(drafter: Any, tree: TreeLayout | DynamicTree | None) -> str | None:
+    """What a drafter that cannot draft `tree` drafts instead, in words; None: it can, or there is no tree."""
+    if tree is None:
+        return None
+    setter, instead = _TREES[type(tree)]
+    return None if hasattr(drafter, setter) else instead
+
+
 def as_drafter(drafter: Any, target: Target, tree: TreeLayout | DynamicTree | None = None) -> Drafter | None:
     """A drafter from: None (plain decoding), a causal LM, a name from `WITHOUT_TRAINING`, or a drafter.
 
@@ -36,15 +51,11 @@ def as_drafter(drafter: Any, target: Target, tree: TreeLayout | DynamicTree | No
     made = _made(drafter, target)
     if made is None:
         return None
-    grown, layout = (tree, None) if isinstance(tree, DynamicTree) else (None, tree)
-    for setter, shape, instead in (
-        ("set_tree", layout, "chains only: it takes no tree"),
-        ("set_dynamic_tree", grown, "no trees by its confidence"),
-    ):
+    if (instead := lacks_branches(made, tree)) is not None:
+        raise BadInput(f"{type(made).__name__} drafts {instead}")
+    for kind, (setter, _) in _TREES.items():
         if (set_shape := getattr(made, setter, None)) is not None:
-            set_shape(shape)
-        elif shape is not None:
-            raise BadInput(f"{type(made).__name__} drafts {instead}")
+            set_shape(tree if isinstance(tree, kind) else None)
     return made
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..data.chats import encode_prompt
 from ..data.sources import Example, read_examples, shipped_evaluation
 from ..decode.batched import generate_batched
+from ..decode.drafters import lacks_branches
 from ..decode.dynamic_tree import DynamicTree, as_tree
 from ..decode.length_names import longest
 from ..decode.packed import use_backend
@@ -137,11 +138,10 @@ def _contestant(
     drafter: Any = load_served(source, target, options.drafter_dtype)
     num_passes = getattr(drafter, "num_passes", None)
     shape = None if options.tree == "auto" else as_tree(options.tree)
-    if shape is not None and not hasattr(drafter, "set_dynamic_tree" if isinstance(shape, DynamicTree) else "set_tree"):
-        can = "no trees by its confidence" if isinstance(shape, DynamicTree) else "chains only"
+    if (instead := lacks_branches(drafter, shape)) is not None:
         if name != "baseline":
-            raise BadInput(f"--tree {options.tree}: {source} drafts {can}")
-        say(f"{source} drafts {can}: beside the tree it is measured with chains")
+            raise BadInput(f"--tree {options.tree}: {source} drafts {instead}")
+        say(f"{source} drafts {instead}; beside the tree it is measured with chains")
         shape = None
     fixed = shape.depth if isinstance(shape, TreeLayout) else options.num_speculative_tokens
     depth = fixed if isinstance(fixed, int) else None
