@@ -1,6 +1,7 @@
 """What can be checked before any model is loaded: that files are there and folders can be written. Imports no torch."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import BadInput, nearest
@@ -8,6 +9,12 @@ from .recipe import Recipe
 
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".gguf", ".yaml", ".safetensors")
 WITHOUT_TRAINING = ("prompt_lookup", "lookahead", "jacobi", "suffix")  # drafters by name
+# What can stand in front of another drafter, and with which options if none are given: a single token that occurred before
+# says less than a trained drafter knows.
+LOOKUPS: Mapping[str, Mapping[str, int]] = {
+    "prompt_lookup": {"min_ngram": 2, "max_ngram": 8},
+    "suffix": {"min_match": 2},
+}
 
 
 def looks_local(name: str) -> bool:
@@ -25,8 +32,23 @@ def check_exists(name: str, what: str) -> None:
     raise BadInput(f"{what}: no such {kind}: {name}{nearest(path.name, siblings)}")
 
 
+def two_in_turn(name: str) -> tuple[str, str] | None:
+    """The two drafters of ``LOOKUP+OTHER``, such as ``prompt_lookup:min_ngram=3+FOLDER``; None: it names one alone."""
+    lookup, plus, other = name.partition("+")
+    if not plus or lookup.partition(":")[0] not in LOOKUPS:
+        return None
+    corpus = name.partition("corpus=")[2].split(",")[0]
+    if "+" in corpus and Path(corpus).expanduser().exists():
+        return None
+    return lookup, other
+
+
 def check_drafter(name: str, what: str) -> None:
     """:func:`check_exists` for a drafter: of one that needs no training only the corpus that it names can be missing."""
+    if (both := two_in_turn(name)) is not None:
+        for one in both:
+            check_drafter(one, what)
+        return
     kind, _, options = name.partition(":")
     if kind not in WITHOUT_TRAINING:
         check_exists(name, what)

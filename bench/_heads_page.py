@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import Bound, Figure
-from _kinds import TRAINED, Answers, Comparison
+from _kinds import AFTER_A_LOOKUP, LOOKUP, TRAINED, Answers, Comparison
 
 from draftsmith.provenance import host, versions
 
@@ -24,8 +24,9 @@ def row(name: str, comparison: Comparison, figures: Figures) -> list[str]:
     chain, tree, audits = figures["chain"], figures.get("tree"), figures["audits"]
     failed = [what for what, audit in audits.items() if not audit["passed"]]
     trained, minutes = "0", ""
-    if name in TRAINED:
-        spent = comparison.spent(name)
+    kind = AFTER_A_LOOKUP[name][0] if name in AFTER_A_LOOKUP else name
+    if kind in TRAINED:
+        spent = comparison.spent(kind)
         trained = f"{spent.parameters / 1e6:.2f} M" if spent.parameters >= 1e4 else f"{spent.parameters:,}"
         minutes = f"{spent.minutes:.1f} ({spent.steps:,} {'steps' if spent.tokens else 'trials'})"
     return [
@@ -75,6 +76,7 @@ def page(
         "",
         "- *right, by position*: how often each draft token of a chain is the one of the greedy answer, drafting after "
         "every token of it; then the same where all draft tokens before are right. What was not drafted is not right.",
+        *_after_a_lookup(figures),
         *_trees(options.tree_nodes, figures),
         "- *expected*: what the cost model expects of the chain, from acceptance and measured step costs.",
         f"- *audits*: greedy output is plain decoding's, token for token, on {options.audit_prompts} prompts, and "
@@ -97,6 +99,15 @@ def _how(options: argparse.Namespace, answers: Answers) -> list[str]:
         f"{options.limit} evaluation prompts ({Path(options.prompts).name}) that no run has seen: greedy answers of at most "
         f"{options.max_new_tokens} tokens, batch 1, plain decoding and drafter in turns. Intervals are 95 % bootstrap "
         "intervals over prompts.",
+    ]
+
+
+def _after_a_lookup(figures: Mapping[str, Figures]) -> list[str]:
+    if not any(name in AFTER_A_LOOKUP for name in figures):
+        return []
+    return [
+        f"- *{LOOKUP} +*: the kind as trained in its own row, asked only where the newest two tokens or more do not stand "
+        "earlier in the text; what followed them there is the draft elsewhere."
     ]
 
 

@@ -36,7 +36,10 @@ TRAINED = {
     "lookahead_tokens": "lookahead_tokens_smollm2",
 }
 UNTRAINED = {"prompt_lookup": 3}  # and draft tokens a step
-NAMES = (*TRAINED, *UNTRAINED)
+# Trained kinds once more, where a lookup finds nothing: the kind, and draft tokens a step (a lookup is right many times over).
+LOOKUP = "prompt_lookup"
+AFTER_A_LOOKUP = {f"{LOOKUP} + {kind}": (kind, 5) for kind in ("medusa", "hydra", "eagle 3")}
+NAMES = (*TRAINED, *UNTRAINED, *AFTER_A_LOOKUP)
 _ANSWERED_BY = "medusa_smollm2"  # the recipe whose data section says how prompts and answers are written
 
 
@@ -102,6 +105,8 @@ class Comparison:
 
     def train(self, name: str) -> Outcome:
         """Train a kind, unless it is trained; one that was interrupted goes on."""
+        if name in AFTER_A_LOOKUP:
+            return self.train(AFTER_A_LOOKUP[name][0])
         folder = self.run_folder(name)
         if (folder / "final").exists():
             return Outcome(folder, None)
@@ -113,6 +118,13 @@ class Comparison:
             kept.parent.mkdir(exist_ok=True)
             shutil.copytree(folder / "data", kept, copy_function=os.link)
         return outcome
+
+    def drafter(self, name: str) -> tuple[str, int]:
+        """How a trained kind is named to be loaded, and draft tokens a step."""
+        if name in AFTER_A_LOOKUP:
+            kind, num_tokens = AFTER_A_LOOKUP[name]
+            return f"{LOOKUP}+{self.drafter(kind)[0]}", num_tokens
+        return str(self.run_folder(name) / "final"), self.recipe(name).evaluate.num_speculative_tokens
 
     def spent(self, name: str) -> Trained:
         """What a finished run took, by its own log."""

@@ -101,8 +101,7 @@ def run(options: argparse.Namespace) -> int:
             if outcome.problem is not None:
                 failed.append(f"- {name}: {outcome.problem}")
                 continue
-            drafter = str(outcome.folder / "final")
-            num_tokens = comparison.recipe(name).evaluate.num_speculative_tokens
+            drafter, num_tokens = comparison.drafter(name)
         figures[name] = figures_of(comparison, name, settings, prompts, drafter, num_tokens)
         rows.append(row(name, comparison, figures[name]))
     if not rows:

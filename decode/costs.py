@@ -16,6 +16,7 @@ from torch import Tensor
 from ..models.target import Target
 from .draft import Accepted, Drafter, TargetOutputs, num_companions, share_cache, wants
 from .forward import CachedLM
+from .lookup_first import LookupFirst
 from .sampling import Sampling
 
 _ENOUGH = 60  # rounds, after which a median no longer moves: passes of tiny models need not fill the time allowed
@@ -56,8 +57,12 @@ def measure_costs(
 
     `num_nodes`: of the tree that the drafter grows; passes then go up to that many and one.
 
+    Of two drafters in turn the one that runs passes is timed.
+
     Takes up to about `seconds`, at least `min_rounds` rounds. A drafter that stops by itself is timed up to where it stops.
     """
+    if isinstance(drafter, LookupFirst):
+        drafter = drafter.then
     ids = torch.tensor([list(prompt)] * batch_size, device=target.device)
     layers = wants(drafter).get("hidden_states", ()) if drafter is not None else ()
     lm = CachedLM(target.model, batch_size, layers)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..models.draft_lm import DraftLM
@@ -73,11 +73,12 @@ class DraftModel:
         self.caught_up = False  # whether `newest` has been fed
         self.depth_fed = 0
         self.grown: GrownTree | None = None
+        self.withdrawn: list[bool] | None = None  # rows whose draft is another's
 
     def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
         """A chain of `num_tokens`, or the tree that was set, cut to this depth."""
         logits = self._catch_up()
-        self.grown = None
+        self.grown, self.withdrawn = None, None
         if self.tree is not None:
             layout = self.tree if sampling.temperature == 0 else self.tree.without_gaps()
             return self._propose_tree(layout.truncated(num_tokens), logits, sampling, generators)
@@ -87,16 +88,24 @@ class DraftModel:
             return grow_dynamic_tree(self.dynamic, num_tokens, logits, sampling, self._feed_nodes, self._to_target_ids)
         return self._propose_chain(num_tokens, logits, sampling, generators)
 
+    def withdraw(self, rows: Bool[Tensor, "batch"]) -> None:
+        """What was proposed for `rows` will not be verified: nothing that was fed of it stays."""
+        self.withdrawn = rows.tolist()
+
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
         """Keep the accepted part of what was fed; remember what must be fed next."""
         host = [max(n - 1, 0) for n in accepted.host_lengths]  # accepted draft tokens; the last emitted is the target's
         kept_host = [min(n, self.depth_fed) for n in host]
         kept = (accepted.lengths - 1).clamp(min=0, max=self.depth_fed)
-        if self.grown is None:
+        path = accepted.path
+        if self.withdrawn is not None:
+            others = torch.tensor(self.withdrawn, device=kept.device)
+            kept, path = kept.masked_fill(others, 0), path.masked_fill(others[:, None], -1)
+            kept_host = [0 if other else n for n, other in zip(kept_host, self.withdrawn, strict=True)]
+        if self.grown is None or not self.depth_fed:
             self.cached.keep(kept, kept_host)
         else:
-            assert self.grown is not None
-            path = in_layout(accepted.path, self.grown)
+            path = in_layout(path, self.grown)
             self.cached.keep_paths(path[:, : self.depth_fed], kept, kept_host)
         missing_host = [n - k for n, k in zip(accepted.host_lengths, kept_host, strict=True)]  # 0: finished rows
         width = max(1, *missing_host)
@@ -106,7 +115,7 @@ class DraftModel:
         if not self.caught_up:  # the step drafted nothing: what was to be fed still is
             emitted, counts, missing_host = self._appended(emitted, counts, missing_host)
         self.newest, self.newest_counts, self.newest_host = emitted, counts, missing_host
-        self.caught_up, self.depth_fed = False, 0
+        self.caught_up, self.depth_fed, self.withdrawn = False, 0, None
 
     @torch.no_grad()
     def teacher_forced_hidden(

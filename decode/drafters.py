@@ -1,9 +1,11 @@
 """From what a user calls a drafter to an object that satisfies the protocol."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..checks import LOOKUPS
 from ..errors import BadInput
 from ..models.draft_lm import DraftLM
 from ..models.target import Target
@@ -12,6 +14,7 @@ from .draft_model import DraftModel
 from .dynamic_tree import DynamicTree
 from .jacobi import Jacobi
 from .lookahead import Lookahead
+from .lookup_first import LookupFirst
 from .named import Options, parse_named
 from .prompt_lookup import PromptLookup
 from .suffix import Suffix
@@ -73,21 +76,36 @@ def _made(drafter: Any, target: Target) -> Drafter | None:
     raise BadInput(f"{type(drafter).__name__} is no drafter: it lacks start, propose or observe")
 
 
+def lookup_first(lookup: str, then: Drafter, target: Target | None = None) -> LookupFirst:
+    """`then` behind a lookup by name, which drafts wherever it finds something.
+
+    Raises:
+        BadInput: no such lookup, a bad option, or a drafter that cannot follow one.
+    """
+    found = drafter_without_training(lookup, target, LOOKUPS.get(lookup.partition(":")[0]))
+    if not isinstance(found, PromptLookup | Suffix):
+        raise BadInput(f"{lookup} cannot stand in front of another drafter: {' and '.join(LOOKUPS)} can")
+    return LookupFirst(found, then)
+
+
 def is_without_training(name: str) -> bool:
     """Whether `name` (with options or without) is that of a drafter that needs no training."""
     return name.partition(":")[0] in WITHOUT_TRAINING
 
 
-def drafter_without_training(name: str, target: Target | None = None) -> Drafter:
+def drafter_without_training(
+    name: str, target: Target | None = None, defaults: Mapping[str, Any] | None = None
+) -> Drafter:
     """A drafter that needs no training, by name, with options after a colon: ``prompt_lookup:max_ngram=4,min_ngram=2``.
 
     `target` names the padding token that ``jacobi`` begins with (None: id 0), and encodes the corpus of ``suffix``:
-    ``suffix:corpus=FILE`` looks up in its texts and chats too.
+    ``suffix:corpus=FILE`` looks up in its texts and chats too. `defaults`: options where the name gives none.
 
     Raises:
         BadInput: an unknown name or option, or a value out of range.
     """
     kind, options = parse_named(name, WITHOUT_TRAINING, "drafter", more="a model or, without training, ")
+    options = {**(defaults or {}), **options}
     match kind:
         case "prompt_lookup":
             return PromptLookup(**options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..decode.confidence import set_confidence
 from ..decode.costs import measure_costs
+from ..decode.lookup_first import LookupFirst
 from ..decode.loop import SpeculativeOutput, plain_generate, speculative_generate
 from ..decode.prompts import Prompts, pad_rows
 from ..decode.sampling import Sampling
@@ -73,7 +74,9 @@ def _correct_length(contestant: Contestant) -> None:
     """Say of chains how long they were: some drafters have fewer tokens than they are asked for, some decide by step."""
     record, num_passes = contestant.record, getattr(contestant.drafter, "num_passes", None)
     longest = max((len(prompt.drafted_at or []) for prompt in record.prompts), default=0)
-    if record.tree_nodes is None and (num_passes is not None or record.num_speculative_tokens is None):
+    if isinstance(contestant.drafter, LookupFirst):  # few of its steps take a pass
+        record.passes_per_step = contestant.drafter.mean_passes
+    elif record.tree_nodes is None and (num_passes is not None or record.num_speculative_tokens is None):
         record.passes_per_step = _mean_passes(contestant)
     if record.tree_nodes is None and 0 < longest < (record.num_speculative_tokens or 0):
         record.num_speculative_tokens = longest

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..decode.confidence import Confidence, Stopping
@@ -105,6 +105,9 @@ class HeadsDrafter:
         return draft_chain(
             depth, first, sampling, uniforms, drafting.after_token, outputs.to_target_ids, outputs.spread, stopping
         )
+
+    def withdraw(self, rows: Bool[Tensor, "batch"]) -> None:
+        """Nothing is kept of a draft, so there is nothing to forget."""
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
         """Take the hidden state that the newest token was predicted from."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from ..decode.confidence import Confidence, Stopping
@@ -126,6 +126,9 @@ class Eagle:
             torch.full_like(empty, draft.tokens.shape[1], dtype=torch.long) if draft.lengths is None else draft.lengths
         )
         return draft._replace(lengths=lengths.masked_fill(empty, 0))
+
+    def withdraw(self, rows: Bool[Tensor, "batch"]) -> None:
+        """Nothing is kept of a draft: its own entries are forgotten by the time that it is proposed."""
 
     def observe(self, accepted: Accepted, target_outputs: TargetOutputs | None) -> None:
         """Take the target's features of what was emitted."""

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from ..checks import two_in_turn
 from ..decode.draft import Drafter
 from ..decode.draft_model import DraftModel
-from ..decode.drafters import drafter_without_training, is_without_training
+from ..decode.drafters import drafter_without_training, is_without_training, lookup_first
 from ..decode.packed import use_backend_of
 from ..decode.quick import quick_dtype, quickest_weights
 from ..errors import BadInput, nearest
@@ -33,7 +34,8 @@ def load_drafter(folder_or_name: str | Path, target: Any, dtype: str | torch.dty
     """A drafter for `target` (a ``Target`` or a transformers causal LM).
 
     `folder_or_name` is a checkpoint (a run's ``final/``), any causal LM (a folder or a hub id) with the target's tokenizer,
-    or the name of a drafter that needs no training. A draft model is loaded in `dtype`: the target's (``"target"``), one by
+    the name of a drafter that needs no training, or a lookup and another drafter, ``prompt_lookup:min_ngram=3+FOLDER``: a
+    :class:`LookupFirst`. A draft model is loaded in `dtype`: the target's (``"target"``), one by
     name, or ``"auto"``: bfloat16 beside a target in float32 on a CPU whose passes over one token are faster in it, else the
     target's. No rule depends on it: draft tokens are drawn from the probabilities that the rules are given.
 
@@ -43,6 +45,9 @@ def load_drafter(folder_or_name: str | Path, target: Any, dtype: str | torch.dty
     """
     target = as_target(target)
     name = str(folder_or_name)
+    if (both := two_in_turn(name)) is not None:
+        lookup, other = both
+        return lookup_first(lookup, load_drafter(other, target, dtype), target)
     if is_without_training(name):
         return drafter_without_training(name, target)
     manifest = read_manifest(Path(name).expanduser())
