@@ -33,13 +33,18 @@ def check_exists(name: str, what: str) -> None:
 
 
 def two_in_turn(name: str) -> tuple[str, str] | None:
-    """The two drafters of ``LOOKUP+OTHER``, such as ``prompt_lookup:min_ngram=3+FOLDER``; None: it names one alone."""
+    """The two drafters of ``LOOKUP+OTHER``, such as ``prompt_lookup:min_ngram=3+FOLDER``; None: it names one alone.
+
+    Raises BadInput where nothing follows the ``+``.
+    """
     lookup, plus, other = name.partition("+")
     if not plus or lookup.partition(":")[0] not in LOOKUPS:
         return None
     corpus = name.partition("corpus=")[2].split(",")[0]
     if "+" in corpus and Path(corpus).expanduser().exists():
         return None
+    if not other:
+        raise BadInput(f"{name}: expected a drafter after the +, a folder or a hub id")
     return lookup, other
 
 

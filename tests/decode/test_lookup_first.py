@@ -182,6 +182,8 @@ class TestNames:
         assert two_in_turn("suffix:min_match=3+org/model") == ("suffix:min_match=3", "org/model")
         assert two_in_turn("runs/c++/final") is None
         assert two_in_turn("prompt_lookup:min_ngram=2") is None
+        with pytest.raises(BadInput, match=r"expected a drafter after the \+"):
+            two_in_turn("prompt_lookup+")
         monkeypatch.chdir(tmp_path)
         (tmp_path / "c++.txt").write_text("text")
         assert two_in_turn("suffix:corpus=c++.txt") is None

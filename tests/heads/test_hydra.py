@@ -6,6 +6,7 @@ import torch
 from draftsmith import speculative_generate
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.tree import as_layout
+from draftsmith.heads import objective
 from draftsmith.models.target import as_target
 from draftsmith.recipe import HydraDrafter, MedusaDrafter
 
@@ -111,3 +112,17 @@ def test_a_fitted_start_is_the_best_affine_guess(tiny_llama, lab):
     solved = torch.linalg.lstsq(torch.nn.functional.pad(read, (0, 1), value=1.0), original[labels]).solution
     best = (original[labels] - torch.nn.functional.pad(read, (0, 1), value=1.0) @ solved).square().sum()
     assert best <= missed < 1.2 * best + 0.05 * spread
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_a_start_is_solved_for_on_as_many_labels_as_its_widest_map_asks_for(num_heads, tiny_llama, lab, monkeypatch):
+    """The last head reads one more embedding than it has heads before it, and needs labels for each of its inputs."""
+    monkeypatch.setattr(objective, "_FITTED_LABELS", 1)
+    target = as_target(tiny_llama(hidden=32))
+    rows = lab.greedy_rows(target, 40, 24)
+    batches = [lab.batch_of(rows[at : at + 1]) for at in range(len(rows))]
+    read = []
+    made = lab.prepared(HydraDrafter(num_heads=num_heads), target)
+    made.objective.fit(batch for batch in batches if read.append(len(batch.labels)) is None)
+    wanted = 4 * 32 * (1 + num_heads)  # of the hidden state and `num_heads` embeddings, each as wide as the target
+    assert wanted <= sum(read) < wanted + 26
