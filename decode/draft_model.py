@@ -78,7 +78,7 @@ class DraftModel:
     def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
         """A chain of `num_tokens`, or the tree that was set, cut to this depth."""
         logits = self._catch_up()
-        self.grown, self.withdrawn = None, None
+        self.grown = None
         if self.tree is not None:
             layout = self.tree if sampling.temperature == 0 else self.tree.without_gaps()
             return self._propose_tree(layout.truncated(num_tokens), logits, sampling, generators)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput
 from .confidence import Confidence
-from .draft import Accepted, Draft, Drafter, TargetOutputs, wants
+from .draft import Accepted, Draft, Drafter, TargetOutputs, chain, wants
 from .dynamic_tree import DynamicTree
 from .prompt_lookup import PromptLookup
 from .sampling import Sampling
@@ -121,8 +121,8 @@ class LookupFirst:
     def propose(self, num_tokens: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
         """The lookup's chain where it found one, else the other drafter's draft."""
         found = self.lookup.propose(num_tokens, sampling, generators)
-        counts = torch.zeros(len(self.finished)) if found.lengths is None else found.lengths
-        took = [count > 0 for count in counts.tolist()]
+        assert found.lengths is not None
+        took = [count > 0 for count in found.lengths.tolist()]
         if all(there or done for there, done in zip(took, self.finished, strict=True)):
             return found
         rest = self.then.propose(num_tokens, sampling, generators)
@@ -203,12 +203,10 @@ def _widened(draft: Draft, width: int) -> Draft:
     batch, nodes = draft.tokens.shape
     more = width - nodes
     lengths = torch.full((batch,), nodes, device=draft.tokens.device) if draft.lengths is None else draft.lengths
-    parents = torch.nn.functional.pad(draft.parents, (0, more), value=-1)
-    if draft.is_chain and more:
-        parents = torch.arange(-1, width - 1, device=parents.device).expand(batch, -1)
-    probs = draft.draft_probs
+    tokens, probs = torch.nn.functional.pad(draft.tokens, (0, more)), draft.draft_probs
     if probs is not None:
         probs = torch.nn.functional.pad(probs, (0, 0, 0, more))
-    return draft._replace(
-        tokens=torch.nn.functional.pad(draft.tokens, (0, more)), parents=parents, draft_probs=probs, lengths=lengths
-    )
+    if draft.is_chain:
+        return chain(tokens, probs, lengths)
+    parents = torch.nn.functional.pad(draft.parents, (0, more), value=-1)
+    return draft._replace(tokens=tokens, parents=parents, draft_probs=probs, lengths=lengths)
